@@ -1,0 +1,137 @@
+"""What shardplug asks of the other ranks, as a protocol: no torch, no process group.
+
+Everything above this module takes a `Comm` and runs unchanged on `SoloComm` (a world of one), on
+`shardplug.testing.LockstepComm` (many ranks in one process) and on
+`shardplug.comm_torch.TorchComm` (real ranks). All methods but the two properties are collectives:
+every rank of the comm calls them, in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeVar, runtime_checkable
+
+from shardplug.errors import CommError
+
+T = TypeVar("T")
+
+
+@runtime_checkable
+class Comm(Protocol):
+    """The ranks of one run, and the few collectives that shardplug uses."""
+
+    @property
+    def rank(self) -> int:
+        """This process's number in the comm, from zero."""
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks take part in every collective."""
+
+    def all_gather_ints(self, values: Sequence[int]) -> list[tuple[int, ...]]:
+        """Give every rank the integers of all ranks, by rank.
+
+        The cheap collective: one message of ``8 * len(values)`` bytes, nothing pickled. All ranks
+        pass the same number of values, each in [-2^63, 2^63).
+
+        Collective: every rank must call it.
+        """
+
+    def all_gather_object(self, value: T) -> list[T]:
+        """Give every rank the picklable values of all ranks, by rank.
+
+        Collective: every rank must call it.
+        """
+
+    def broadcast_object(self, value: T | None, src: int = 0) -> T:
+        """Give every rank the picklable value of rank ``src``; the others' values are ignored.
+
+        Collective: every rank must call it.
+        """
+
+    def barrier(self) -> None:
+        """Return when every rank has called it.
+
+        Collective: every rank must call it.
+        """
+
+
+class SoloComm:
+    """A world of one: every collective returns at once."""
+
+    @property
+    def rank(self) -> int:
+        """Always 0."""
+        return 0
+
+    @property
+    def world_size(self) -> int:
+        """Always 1."""
+        return 1
+
+    def all_gather_ints(self, values: Sequence[int]) -> list[tuple[int, ...]]:
+        """Return the values given, as those of rank 0."""
+        return [tuple(values)]
+
+    def all_gather_object(self, value: T) -> list[T]:
+        """Return the value given, as that of rank 0."""
+        return [value]
+
+    def broadcast_object(self, value: T | None, src: int = 0) -> T:
+        """Return the value given."""
+        if src != 0:
+            raise CommError(f"`src` must be in [0, 1), got {src}.")
+        return value  # type: ignore[return-value]  # None is a value of T where src passed None
+
+    def barrier(self) -> None:
+        """Return at once."""
+
+
+def agree(comm: Comm, decide: Callable[[], T]) -> list[T]:
+    """Run ``decide`` on every rank and give every rank all results, or raise on every rank.
+
+    This is how shardplug keeps a failure on one rank from becoming a hang on the others: what
+    ``decide`` raises is told to all ranks. The rank it happened on raises the original error, the
+    others a CommError that names that rank and the cause.
+
+    Collective: every rank must call it.
+
+    Args:
+        comm: The ranks.
+        decide: What this rank works out; its result must be picklable.
+
+    Returns:
+        The results of all ranks, by rank.
+
+    Raises:
+        CommError: If ``decide`` raised on another rank.
+    """
+    failure: Exception | None = None
+    result: T | None = None
+    try:
+        result = decide()
+    except Exception as error:  # noqa: BLE001  # raised again below, once all ranks know
+        failure = error
+    if comm.world_size > 1:
+        told = None if failure is None else f"{type(failure).__name__}: {failure}"
+        outcomes = comm.all_gather_object((told, result))
+    else:
+        outcomes = [(None, result)]
+    if failure is not None:
+        raise failure
+    raise_if_failed([cause for cause, _ in outcomes])
+    return [value for _, value in outcomes]  # type: ignore[misc]  # no rank failed: all are T
+
+
+def raise_if_failed(causes: Sequence[str | None]) -> None:
+    """Raise a CommError that names each rank with a cause of failure; None means no failure.
+
+    Args:
+        causes: By rank, what failed there, or None.
+
+    Raises:
+        CommError: If there is a cause.
+    """
+    failed = [f"rank {rank} failed with {cause}" for rank, cause in enumerate(causes) if cause]
+    if failed:
+        raise CommError("Another rank could not go on: " + "; ".join(failed))
