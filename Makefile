@@ -1,0 +1,78 @@
+# Everything runs in a virtual environment of its own. Stamp files remember what is installed, so
+# that a second run installs nothing.
+PYTHON ?= python3
+VENV ?= .venv
+ARGS ?=
+
+BIN := $(VENV)/bin
+STAMPS := $(VENV)/stamps
+PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
+# The build backend is installed beside torch, so that no build environment has to be filled.
+PROJECT := $(PIP) --no-build-isolation -e
+
+.PHONY: help demo test lint format bench clean
+
+help:
+	@echo "make demo    train a small model on two ranks and show who saw what"
+	@echo "make test    run all tests with coverage; ARGS goes to pytest"
+	@echo "make lint    check format, rules, types and layers"
+	@echo "make format  format the code"
+	@echo "make bench   run the benchmarks; ARGS goes to them"
+	@echo "make clean   remove the virtual environment and every cache"
+
+demo: $(STAMPS)/demo
+	@$(BIN)/python examples/digits_demo.py
+
+test: $(STAMPS)/test
+	@$(BIN)/coverage erase
+	@$(BIN)/coverage run -m pytest $(ARGS)
+	@$(BIN)/coverage combine -q
+	@$(BIN)/coverage report
+	@$(BIN)/coverage report --include='*/shardplug/plan/*' --fail-under=100
+
+lint: $(STAMPS)/lint
+	@$(BIN)/ruff format --check
+	@$(BIN)/ruff check
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports
+
+format: $(STAMPS)/lint
+	@$(BIN)/ruff format
+	@$(BIN)/ruff check --fix
+
+bench: $(STAMPS)/bench
+	@$(BIN)/python -m benchmarks $(ARGS)
+
+clean:
+	rm -rf $(VENV) build dist .coverage .coverage.* htmlcov
+	rm -rf .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(STAMPS)/torch: pyproject.toml constraints.txt
+	@$(PYTHON) -c "import sys; sys.version_info >= (3, 10) or sys.exit('shardplug needs Python 3.10 or newer, got ' + sys.version.split()[0] + '. Name another one: make PYTHON=python3.12')"
+	@echo "Making the virtual environment $(VENV)"
+	@$(PYTHON) -m venv $(VENV)
+	@mkdir -p $(STAMPS)
+	@echo "Installing torch"
+	@$(PIP) torch hatchling editables
+	@touch $@
+
+$(STAMPS)/demo: $(STAMPS)/torch
+	@echo "Installing shardplug with what the demo needs"
+	@$(PROJECT) '.[demo]'
+	@touch $@
+
+$(STAMPS)/test: $(STAMPS)/torch
+	@echo "Installing shardplug with what the tests need"
+	@$(PROJECT) '.[test]'
+	@touch $@
+
+$(STAMPS)/lint: $(STAMPS)/torch
+	@echo "Installing shardplug with what lint and tests need"
+	@$(PROJECT) '.[lint]'
+	@touch $@ $(STAMPS)/test $(STAMPS)/demo
+
+$(STAMPS)/bench: $(STAMPS)/torch
+	@echo "Installing shardplug with what the benchmarks need"
+	@$(PROJECT) '.[bench]'
+	@touch $@
