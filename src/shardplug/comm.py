@@ -8,7 +8,7 @@ every rank of the comm calls them, in the same order.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol, TypeVar, runtime_checkable
 
 from shardplug.errors import CommError
@@ -135,3 +135,66 @@ def raise_if_failed(causes: Sequence[str | None]) -> None:
     failed = [f"rank {rank} failed with {cause}" for rank, cause in enumerate(causes) if cause]
     if failed:
         raise CommError("Another rank could not go on: " + "; ".join(failed))
+
+
+def agree_on(
+    comm: Comm,
+    decide: Callable[[], tuple[T, Sequence[int]]],
+    *,
+    subject: str,
+    facts: Mapping[str, str | None],
+) -> tuple[T, Sequence[int]]:
+    """Run ``decide`` on every rank and compare the integers it returns: equal, or an error on all.
+
+    One small message when all is well; when ``decide`` raised somewhere, a second one tells why.
+
+    Collective: every rank must call it.
+
+    Args:
+        comm: The ranks.
+        decide: Works out this rank's result and one integer for each fact.
+        subject: What the facts are about, for the message.
+        facts: The name of each integer, and what to do when ranks differ in it; None for one that
+            may differ.
+
+    Returns:
+        This rank's result, and the integers of rank 0.
+
+    Raises:
+        CommError: If ranks differ in a fact, or ``decide`` raised on another rank.
+    """
+    failure: Exception | None = None
+    result: T | None = None
+    values: Sequence[int] = (0,) * len(facts)
+    try:
+        result, values = decide()
+    except Exception as error:  # noqa: BLE001  # raised again below, once all ranks know
+        failure = error
+    if comm.world_size > 1:
+        gathered = comm.all_gather_ints((failure is not None, *values))
+        if any(failed for failed, *_ in gathered):
+            told = None if failure is None else f"{type(failure).__name__}: {failure}"
+            causes = comm.all_gather_object(told)
+            if failure is None:
+                raise_if_failed(causes)
+        else:
+            _compare(gathered, subject, facts)
+            values = gathered[0][1:]
+    if failure is not None:
+        raise failure
+    return result, values  # type: ignore[return-value]  # decide did not raise: it is a T
+
+
+def _compare(
+    gathered: Sequence[tuple[int, ...]], subject: str, facts: Mapping[str, str | None]
+) -> None:
+    for place, (name, remedy) in enumerate(facts.items(), start=1):
+        if remedy is None:
+            continue
+        mine = gathered[0][place]
+        for rank, values in enumerate(gathered):
+            if values[place] != mine:
+                raise CommError(
+                    f"Ranks disagree on the {name} of {subject}: rank 0 has {mine}, rank {rank} "
+                    f"has {values[place]}. {remedy}"
+                )

@@ -121,7 +121,7 @@ class _Walk:
         A round whose last batch is shorter than declared is only complete if more batches follow:
         the next one is looked at, and ``ended_short`` tells.
         """
-        taken = [*self._ahead, *map(_kept, islice(self.source, number - len(self._ahead)))]
+        taken = [*self._ahead, *map(keep_batch, islice(self.source, number - len(self._ahead)))]
         self._ahead = []
         self.count += len(taken)
         if self.batch_size is None:
@@ -134,7 +134,7 @@ class _Walk:
         self.odd_size = len(taken[odd[0]])
         is_last = odd[0] == len(taken) - 1 and self.odd_size < (self.batch_size or 0)
         if is_last:
-            self._ahead = [_kept(batch) for batch in islice(self.source, 1)]
+            self._ahead = [keep_batch(batch) for batch in islice(self.source, 1)]
         if not is_last or self._ahead:
             self.is_fixed = False
         else:
@@ -142,7 +142,7 @@ class _Walk:
         return taken
 
 
-def _kept(batch: Iterable[Any]) -> Batch:
+def keep_batch(batch: Iterable[Any]) -> Batch:
     """Return a batch that nobody else will change and whose rows can be counted."""
     if isinstance(batch, list) or not isinstance(batch, Sized):
         return list(batch)

@@ -1,0 +1,142 @@
+"""One pass of one shard over an epoch: its index batches, and the record of each step.
+
+A pass knows, for every step, how many rows of the batch are real and how much of the epoch's global
+order all shards have consumed after it. Padding is recorded here, where it is made; whoever needs
+to know reads the record. Workers ask for index batches ahead of time, so the record is kept by
+step, not by what was asked for last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import islice
+from typing import Any, Protocol, final
+
+from shardplug.errors import PlanError
+from shardplug.orders import Order
+from shardplug.plan.deal import Part
+from shardplug.plan.split import ShardPlan
+
+
+class Pass(Protocol):
+    """One pass of one shard over an epoch. Steps count from zero, from where the pass started."""
+
+    @property
+    def num_steps(self) -> int | None:
+        """Steps of the pass; None while that is not known."""
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield the index batch of each step; only once."""
+
+    def after(self, steps: int) -> Pass:
+        """Return this pass without its first steps; this one is used up."""
+
+    def valid_rows(self, step: int) -> int:
+        """Count the real rows of a step that has been asked for; they come first in its batch."""
+
+    def consumed(self, step: int) -> int:
+        """Count what all shards have consumed of the global order before a step."""
+
+
+@final
+class SampledPass:
+    """Index batches looked up in an order at the positions of a plan."""
+
+    def __init__(
+        self, order: Order, plan: ShardPlan, *, on_exhausted: Callable[[], None] | None = None
+    ) -> None:
+        self._order = order
+        self.plan = plan
+        self._on_exhausted = on_exhausted
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of the pass."""
+        return self.plan.num_steps
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """Look up the full steps in bulk and the last ones by their positions."""
+        plan, rows = self.plan, self.plan.shard_batch_size
+        full = plan.num_full_steps
+        yield from self._order.runs(
+            plan.start + plan.shard.index * rows,
+            stride=plan.global_batch_size,
+            width=rows,
+            count=full,
+        )
+        for step in range(full, plan.num_steps):
+            yield self._order.take(plan.positions(step))
+        if self._on_exhausted is not None:
+            self._on_exhausted()
+
+    def after(self, steps: int) -> SampledPass:
+        """Jump: nothing is looked up on the way."""
+        consumed = self.plan.cursor(min(steps, self.num_steps))
+        return SampledPass(self._order, self.plan.seek(consumed), on_exhausted=self._on_exhausted)
+
+    def valid_rows(self, step: int) -> int:
+        """Count the real rows of a step."""
+        return self.plan.valid_rows(step)
+
+    def consumed(self, step: int) -> int:
+        """Count the samples consumed before a step."""
+        return self.plan.cursor(step)
+
+
+@final
+class WalkedPass:
+    """Index batches dealt out while walking what cannot be looked up.
+
+    Args:
+        parts: The parts of this shard, in order.
+        start: What was consumed before the first of them.
+        num_steps: How many they are, None if only the end will tell.
+        name: What is walked, for the error when ``num_steps`` turns out to be wrong.
+
+    Raises:
+        PlanError: While iterating, if the walk ends at another step than ``num_steps``.
+    """
+
+    def __init__(
+        self, parts: Iterator[Part[Any]], *, start: int, num_steps: int | None, name: str
+    ) -> None:
+        self._parts = parts
+        self._num_steps = num_steps
+        self._name = name
+        self._valid_rows: list[int] = []
+        self._consumed = [start]
+
+    @property
+    def num_steps(self) -> int | None:
+        """Steps of the pass; None while that is not known."""
+        return self._num_steps
+
+    def __iter__(self) -> Iterator[Any]:
+        """Walk the parts, recording each before it goes out."""
+        for part in self._parts:
+            self._valid_rows.append(part.valid_rows)
+            self._consumed.append(part.consumed)
+            yield part.rows
+        walked = len(self._valid_rows)
+        if self._num_steps not in (None, walked):
+            raise PlanError(
+                f"`{self._name}` must yield as much as its length says, got an end after {walked} "
+                f"steps instead of {self._num_steps}. Correct its __len__, or remove it."
+            )
+        self._num_steps = walked
+
+    def after(self, steps: int) -> WalkedPass:
+        """Walk past the first steps."""
+        start = self._consumed[-1]
+        for part in islice(self._parts, steps):
+            start = part.consumed
+        left = None if self._num_steps is None else max(0, self._num_steps - steps)
+        return WalkedPass(self._parts, start=start, num_steps=left, name=self._name)
+
+    def valid_rows(self, step: int) -> int:
+        """Count the real rows of a step that has been walked."""
+        return self._valid_rows[step]
+
+    def consumed(self, step: int) -> int:
+        """Count what was consumed before a step, when the one before has been walked."""
+        return self._consumed[step]

@@ -1,0 +1,119 @@
+"""The random number generators of this process: the only module that touches the global ones."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from shardplug.comm import Comm
+from shardplug.errors import PlanError
+
+try:
+    import numpy as np
+except ImportError:  # numpy is the user's choice
+    np = None  # type: ignore[assignment]
+
+RNG_TYPES = ("torch", "cuda", "xla", "generator", "numpy", "python")
+
+
+def draw_seed() -> int:
+    """Draw a seed in [0, 2^62) from torch's global CPU generator, which moves by one draw."""
+    return int(torch.randint(2**62, (), dtype=torch.int64).item())
+
+
+def seed_cpu(seed: int) -> None:
+    """Seed the CPU generators of torch, numpy (if installed) and python.
+
+    Args:
+        seed: In [0, 2^63); numpy, which takes 32 bits, gets the low ones.
+    """
+    random.seed(seed)
+    torch.default_generator.manual_seed(seed)
+    if np is not None:
+        np.random.seed(seed & 0xFFFFFFFF)  # noqa: NPY002  # the global one is what users draw from
+
+
+def check_rng_types(rng_types: Sequence[str] | None) -> tuple[str, ...]:
+    """Check the names of generators to synchronise, and that their devices are there.
+
+    Returns:
+        The names; the caller's sequence is not kept.
+
+    Raises:
+        PlanError: If a name is unknown or names a device that is not there.
+    """
+    for name in rng_types or ():
+        if name not in RNG_TYPES:
+            known = ", ".join(map(repr, RNG_TYPES))
+            raise PlanError(f"`rng_types` must be among {known}, got {name!r}.")
+        if name == "cuda" and not torch.cuda.is_available():
+            raise PlanError(
+                "`rng_types` must name generators of devices that are there, got 'cuda' without a "
+                "CUDA device. Leave it out."
+            )
+        if name == "numpy" and np is None:
+            raise PlanError("`rng_types` must be usable, got 'numpy' but numpy is not installed.")
+        if name == "xla":
+            _xla()
+    return tuple(dict.fromkeys(rng_types or ()))
+
+
+def _xla() -> Any:
+    try:
+        import torch_xla.core.xla_model as xla_model  # type: ignore[import-not-found]
+    except ImportError as error:
+        raise PlanError(
+            "`rng_types` must name generators of devices that are there, got 'xla' but torch_xla "
+            "is not installed. Leave it out."
+        ) from error
+    return xla_model
+
+
+def capture(rng_types: Sequence[str], generator: torch.Generator | None = None) -> dict[str, Any]:
+    """Read the states of the named generators, ``"generator"`` being the one given, if any."""
+    states: dict[str, Any] = {}
+    for name in rng_types:
+        if name == "torch":
+            states[name] = torch.get_rng_state()
+        elif name == "cuda":
+            states[name] = torch.cuda.get_rng_state_all()
+        elif name == "xla":
+            states[name] = _xla().get_rng_state()
+        elif name == "numpy":
+            states[name] = np.random.get_state()  # noqa: NPY002  # the global one is meant
+        elif name == "python":
+            states[name] = random.getstate()
+        elif generator is not None:
+            states[name] = generator.get_state()
+    return states
+
+
+def restore(states: dict[str, Any], generator: torch.Generator | None = None) -> None:
+    """Put states from `capture` back in place."""
+    for name, state in states.items():
+        if name == "torch":
+            torch.set_rng_state(state)
+        elif name == "cuda":
+            torch.cuda.set_rng_state_all(state)
+        elif name == "xla":
+            _xla().set_rng_state(state)
+        elif name == "numpy":
+            np.random.set_state(state)  # noqa: NPY002  # the global one is meant
+        elif name == "python":
+            random.setstate(state)
+        elif generator is not None:
+            generator.set_state(state)
+
+
+def synchronize(
+    rng_types: Sequence[str], comm: Comm, *, generator: torch.Generator | None = None
+) -> None:
+    """Make the named generators equal to rank 0's, in one message.
+
+    Collective: every rank must call it.
+    """
+    if comm.world_size > 1 and rng_types:
+        restore(comm.broadcast_object(capture(rng_types, generator)), generator)

@@ -1,0 +1,399 @@
+"""Samplers for a shard of an epoch.
+
+`BatchSamplerShard` sees through the samplers that torch ships and through ours: it asks the plan
+for its own positions and looks only those up, so its cost does not depend on the number of ranks.
+Any other sampler is walked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from itertools import chain, islice
+from typing import Any, Protocol, cast, final, runtime_checkable
+
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+)
+
+from shardplug.errors import PlanError
+from shardplug.orders import Order, SequenceOrder, SequentialOrder, random_order
+from shardplug.passes import Pass, SampledPass, WalkedPass
+from shardplug.plan.batches import deal_batches, keep_batch
+from shardplug.plan.deal import deal
+from shardplug.plan.order import epoch_seed
+from shardplug.plan.shard import Shard
+from shardplug.plan.split import ShardPlan, Split, Tail
+
+
+@runtime_checkable
+class HasEpoch(Protocol):
+    """A sampler, batch sampler or data set whose order or content follows the epoch."""
+
+    def set_epoch(self, epoch: int) -> None:
+        """Take the epoch for what comes next."""
+
+
+@runtime_checkable
+class HasOrder(Protocol):
+    """A sampler whose epoch can be looked up at any position."""
+
+    def order(self) -> Order:
+        """Work out the order of the epoch that is set."""
+
+
+@final
+class SeedableRandomSampler(RandomSampler):
+    """Shuffle as a function of (seed, epoch): equal on all ranks, and after a resume.
+
+    Epoch ``e`` has the order of ``torch.randperm(n, generator=manual_seed(seed + e))``; the first
+    is that of torch's ``RandomSampler`` with a generator seeded so. Iterating draws from a
+    generator of its own: neither torch's global RNG nor ``generator`` moves.
+
+    Args:
+        data_source: What is sampled from; only its length matters.
+        replacement: Draw with replacement.
+        num_samples: Samples per epoch; None: as many as ``data_source`` has.
+        generator: Gives the seed, its ``initial_seed()``, when ``data_seed`` is None.
+        data_seed: The seed. None: that of ``generator``, else ``torch.initial_seed()``.
+
+    Example:
+        >>> sampler = SeedableRandomSampler(range(5), data_seed=3)
+        >>> sampler.set_epoch(1)
+        >>> list(sampler) == torch.randperm(5, generator=torch.Generator().manual_seed(4)).tolist()
+        True
+    """
+
+    def __init__(
+        self,
+        data_source: Sized,
+        replacement: bool = False,
+        num_samples: int | None = None,
+        generator: torch.Generator | None = None,
+        data_seed: int | None = None,
+    ) -> None:
+        super().__init__(data_source, replacement, num_samples, generator)
+        if data_seed is None:
+            data_seed = torch.initial_seed() if generator is None else generator.initial_seed()
+        self.seed = data_seed
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch that the next pass shuffles for."""
+        self.epoch = epoch
+
+    def order(self) -> Order:
+        """Work out the order of the epoch that is set."""
+        generator = torch.Generator().manual_seed(epoch_seed(self.seed, self.epoch))
+        return random_order(
+            len(self.data_source),
+            generator=generator,
+            draws=self.num_samples,
+            replacement=self.replacement,
+        )
+
+    def __iter__(self) -> Iterator[int]:
+        """Yield the samples of the epoch that is set."""
+        yield from _all_of(self.order())
+
+
+def _all_of(order: Order) -> Iterator[int]:
+    block = 1024
+    full, rest = divmod(len(order), block)
+    for samples in order.runs(0, stride=block, width=block, count=full):
+        yield from samples
+    yield from order.take(range(len(order) - rest, len(order)))
+
+
+def draw_order(
+    sampler: Iterable[int],
+) -> tuple[Order, Callable[[], None] | None] | None:
+    """Look through a sampler: draw the order of its next pass without walking it.
+
+    Its generator, or torch's global one, moves exactly as if the sampler had been walked.
+
+    Args:
+        sampler: Any iterable of sample ids.
+
+    Returns:
+        The order, and what to call when a pass over it is exhausted (torch's RandomSampler draws
+        once more there); None if the sampler is not one that can be looked through.
+    """
+    if isinstance(sampler, HasOrder):
+        return sampler.order(), None
+    if isinstance(sampler, Sequence):
+        return SequenceOrder(sampler), None
+    if type(sampler) is SequentialSampler:
+        return SequentialOrder(len(sampler)), None
+    if type(sampler) is SubsetRandomSampler:
+        draws = torch.randperm(len(sampler.indices), generator=sampler.generator).tolist()
+        return SequenceOrder([sampler.indices[draw] for draw in draws]), None
+    if type(sampler) is RandomSampler:
+        return _draw_as_random_sampler(sampler)
+    return None
+
+
+def _draw_as_random_sampler(sampler: RandomSampler) -> tuple[Order, Callable[[], None] | None]:
+    size, generator = len(sampler.data_source), sampler.generator
+    if generator is None:
+        seed = int(torch.empty((), dtype=torch.int64).random_().item())
+        generator = torch.Generator().manual_seed(seed)
+    order = random_order(
+        size, generator=generator, draws=len(sampler), replacement=sampler.replacement
+    )
+    if sampler.generator is None or sampler.replacement or len(sampler) % size:
+        return order, None
+    # RandomSampler draws one permutation more after its last sample, even if it needs none of it.
+    return order, lambda: random_order(size, generator=generator) and None
+
+
+@final
+class BatchSamplerShard(BatchSampler):
+    """The batches of one shard of a batch sampler.
+
+    Over a plain ``BatchSampler`` only this shard's positions are looked up; over any other one,
+    every batch is walked. ``drop_last`` of the batch sampler drops incomplete batches and
+    incomplete rounds. The short last batch is filled, and missing batches are made, from the first
+    batches in order, cycling. Lists that the batch sampler yields are never changed.
+
+    Args:
+        batch_sampler: Yields batches of sample ids. A batch size that it declares is only trusted
+            while its batches have it.
+        num_processes: Number of shards, at least 1.
+        process_index: Which shard, in [0, num_processes).
+        split_batches: False: batch i goes to shard i mod ``num_processes``. True: each batch is cut
+            in ``num_processes`` pieces; its size must be a multiple of that.
+        even_batches: True: all shards take the same number of full steps. False: nothing is
+            repeated and shards may differ by a step.
+        tail: "pad", "drop", "uneven" or "exact" says outright what happens at the end, and wins
+            over ``even_batches`` and ``drop_last``.
+
+    Raises:
+        PlanError: If a number is out of range, batches that are to be split cannot be, or ``tail``
+            is none of the four.
+
+    Example:
+        >>> batches = BatchSampler(range(8), batch_size=4, drop_last=False)
+        >>> list(BatchSamplerShard(batches, num_processes=2, process_index=1))
+        [[4, 5, 6, 7]]
+        >>> list(BatchSamplerShard(batches, 2, 1, split_batches=True))
+        [[2, 3], [6, 7]]
+    """
+
+    def __init__(
+        self,
+        batch_sampler: Iterable[Any],
+        num_processes: int = 1,
+        process_index: int = 0,
+        split_batches: bool = False,
+        even_batches: bool = True,
+        *,
+        tail: str | Tail | None = None,
+    ) -> None:
+        self.batch_sampler = batch_sampler
+        self.num_processes = num_processes
+        self.process_index = process_index
+        self.split_batches = split_batches
+        self.even_batches = even_batches
+        self.shard = Shard(process_index, num_processes)
+        self.tail = choose_tail(
+            tail, even_batches=even_batches, drop_last=bool(getattr(batch_sampler, "drop_last", 0))
+        )
+        self._split = Split.SLICE if split_batches else Split.WHOLE
+        declared = getattr(batch_sampler, "batch_size", None)
+        self._declared_size = declared if isinstance(declared, int) else None
+        if self._declared_size is None and split_batches:
+            raise PlanError(
+                "`batch_sampler` must declare a `batch_size` for its batches to be split, got "
+                f"{declared!r}. Pass split_batches=False."
+            )
+        if self._declared_size is not None:
+            # Raises where batches of this size cannot be split.
+            ShardPlan(None, self._declared_size, self.shard, split=self._split)
+
+    def over(self, batch_sampler: Iterable[Any]) -> BatchSamplerShard:
+        """Divide another batch sampler in the same way."""
+        return BatchSamplerShard(
+            batch_sampler,
+            self.num_processes,
+            self.process_index,
+            self.split_batches,
+            self.even_batches,
+            tail=self.tail,
+        )
+
+    @property
+    def batch_size(self) -> int | None:  # type: ignore[override]
+        """The batch size that the batch sampler declares, None if it declares none."""
+        return self._declared_size
+
+    @property
+    def drop_last(self) -> bool:  # type: ignore[override]
+        """Whether rows may be dropped at the end."""
+        return self.tail is Tail.DROP
+
+    @property
+    def sampler(self) -> Any:
+        """The sampler inside the batch sampler; the batch sampler itself if there is none."""
+        return getattr(self.batch_sampler, "sampler", self.batch_sampler)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tell the batch sampler and the sampler inside it which epoch comes next."""
+        for part in epoch_parts(self.batch_sampler):
+            part.set_epoch(epoch)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether samples are dealt, not batches: the batch sampler is torch's own."""
+        return type(self.batch_sampler) is BatchSampler
+
+    @property
+    def is_by_value(self) -> bool:
+        """Whether the order is a function of values, so that no rank can come to another one."""
+        return self.is_plain and is_by_value(self.sampler)
+
+    @property
+    def num_samples(self) -> int | None:
+        """Samples in the order of an epoch; None if only a pass will tell."""
+        if self.is_plain:
+            return len(self.sampler) if isinstance(self.sampler, Sized) else None
+        if isinstance(self.batch_sampler, Sequence):
+            return sum(map(len, self.batch_sampler))
+        return None
+
+    @property
+    def global_batch_size(self) -> int | None:
+        """Rows of a full step over all shards; None if no batch size is declared."""
+        if self._declared_size is None:
+            return None
+        return self._declared_size * (1 if self.split_batches else self.num_processes)
+
+    @property
+    def plan(self) -> ShardPlan:
+        """The plan of a full epoch in samples; ``num_samples`` is None if that is not known.
+
+        Where batches are dealt it counts batches, whose number it leaves open.
+        """
+        return self._plan(self.num_samples if self.is_plain else None)
+
+    def _plan(self, num_samples: int | None) -> ShardPlan:
+        if not self.is_plain:
+            return ShardPlan(None, 1, self.shard, tail=self.tail)
+        size = cast(int, self._declared_size)
+        return ShardPlan(num_samples, size, self.shard, split=self._split, tail=self.tail)
+
+    def begin(self, consumed: int = 0, *, look: int = 0) -> tuple[Pass, list[Any]]:
+        """Start a pass: what the sampler inside has to draw is drawn now.
+
+        Args:
+            consumed: Samples of the epoch that are done.
+            look: How many items from the start of the epoch's order are wanted.
+
+        Returns:
+            The pass, and the first ``look`` sample ids (or batches, if those are dealt).
+        """
+        if not self.is_plain:
+            return self._begin_batches(look)
+        drawn = draw_order(self.sampler)
+        if drawn is not None:
+            order, on_exhausted = drawn
+            plan = self._plan(len(order)).seek(consumed)
+            head = order.take(range(min(look, len(order))))
+            return SampledPass(order, plan, on_exhausted=on_exhausted), head
+        plan = self._plan(None).seek(consumed)
+        source = iter(self.sampler)
+        head = list(islice(source, max(look, plan.global_batch_size if consumed else 0)))
+        items = islice(chain(head, source), consumed, None)
+        parts = deal(items, plan, head=head[: plan.global_batch_size] if consumed else ())
+        sized = self.plan
+        steps = None if sized.num_samples is None else sized.seek(consumed).num_steps
+        walked = WalkedPass(parts, start=consumed, num_steps=steps, name="sampler")
+        return walked, head[:look]
+
+    def _begin_batches(self, look: int) -> tuple[Pass, list[Any]]:
+        source = iter(self.batch_sampler)
+        head = [keep_batch(batch) for batch in islice(source, look)]
+        parts = deal_batches(
+            chain(head, source),
+            batch_size=self._declared_size,
+            shard=self.shard,
+            split=self._split,
+            tail=self.tail,
+        )
+        try:
+            steps = None if isinstance(self.batch_sampler, Sequence) else len(self)
+        except TypeError:
+            steps = None
+        return WalkedPass(parts, start=0, num_steps=steps, name="batch_sampler"), head
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield this shard's batches of one epoch."""
+        return iter(self.begin()[0])
+
+    def __len__(self) -> int:
+        """Count the batches that a pass yields.
+
+        Raises:
+            TypeError: If that is not known before the pass: the batch sampler has no length, or
+                its length does not tell.
+        """
+        if self.is_plain:
+            return self._plan(len(self.sampler)).num_steps
+        if isinstance(self.batch_sampler, Sequence):
+            # Its batches can be looked at without anything being drawn.
+            return sum(1 for _ in self)
+        num_batches = len(cast(Sized, self.batch_sampler))
+        full, rest = divmod(num_batches, 1 if self.split_batches else self.shard.count)
+        # A declared size that is kept makes the last batch matter, and its size is not known.
+        is_open = self._declared_size is not None and (
+            (self.tail is Tail.DROP and not rest and not self._declares_drop())
+            or (self.tail is Tail.UNEVEN and self.split_batches)
+        )
+        if is_open:
+            raise TypeError(
+                "The number of batches is not known before the pass: it depends on the size of the "
+                f"last batch of {type(self.batch_sampler).__name__}."
+            )
+        if self.tail is Tail.DROP or not rest:
+            return full
+        return full + (self.tail is not Tail.UNEVEN or self.shard.index < rest)
+
+    def _declares_drop(self) -> bool:
+        return bool(getattr(self.batch_sampler, "drop_last", False))
+
+
+def is_by_value(sampler: Any) -> bool:
+    """Tell whether a sampler's order is a function of values that ranks can compare."""
+    return isinstance(sampler, HasOrder) or type(sampler) is SequentialSampler
+
+
+def epoch_parts(batch_sampler: Any, *others: Any) -> list[HasEpoch]:
+    """Find what follows the epoch: a batch sampler, the samplers inside it, and others given."""
+    parts: list[HasEpoch] = []
+    nested = batch_sampler
+    while nested is not None and not any(nested is part for part in parts):
+        if isinstance(nested, HasEpoch):
+            parts.append(nested)
+        nested = getattr(nested, "batch_sampler", None) or getattr(nested, "sampler", None)
+    return parts + [part for part in others if isinstance(part, HasEpoch)]
+
+
+def choose_tail(tail: str | Tail | None, *, even_batches: bool, drop_last: bool) -> Tail:
+    """Turn the arguments that say what happens at the end into one mode.
+
+    Raises:
+        PlanError: If ``tail`` is none of the four.
+    """
+    if tail is None:
+        if drop_last:
+            return Tail.DROP
+        return Tail.PAD if even_batches else Tail.UNEVEN
+    try:
+        return Tail(tail)
+    except ValueError:
+        names = ", ".join(repr(mode.value) for mode in Tail)
+        raise PlanError(f"`tail` must be one of {names}, got {tail!r}.") from None
