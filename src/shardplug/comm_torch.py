@@ -9,6 +9,7 @@ import atexit
 import operator
 import os
 import pickle
+import struct
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -25,9 +26,18 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_SIZE_BYTES = 8
-_FIRST_MESSAGE_BYTES = 1024
-_INLINE_BYTES = _FIRST_MESSAGE_BYTES - _SIZE_BYTES
+_HEAD = struct.Struct("<qqq")  # which collective, a number that ranks must agree on, bytes to come
+_HEAD_MESSAGE_BYTES = 512
+_INLINE_BYTES = _HEAD_MESSAGE_BYTES - _HEAD.size
+_CANNOT_SEND = -1
+
+_CALLS = (
+    "barrier()",
+    "all_gather_ints({} values)",
+    "all_gather_object()",
+    "broadcast_object(src={})",
+)
+_BARRIER, _GATHER_INTS, _GATHER_OBJECT, _BROADCAST_OBJECT = range(len(_CALLS))
 
 
 @final
@@ -38,7 +48,9 @@ class TorchComm:
     on it, as long as every rank calls all of them in the same order, from one thread. What
     torch.distributed raises in one of them becomes a CommError that names it.
 
-    An object costs one message of 1 KiB when it fits on every rank, and a second one otherwise.
+    Every collective begins with the same exchange of half a KiB, in which each rank says where it
+    is. So ranks in different collectives get an error, which gloo would answer by ending the
+    process and NCCL by hanging; and a value that fits into it needs no second message.
     """
 
     def __init__(
@@ -91,17 +103,16 @@ class TorchComm:
             The values of all ranks, by rank.
 
         Raises:
-            CommError: If a value is out of range, or torch.distributed fails.
+            CommError: If a value is out of range, ranks are in different collectives, or
+                torch.distributed fails.
         """
         integers = [operator.index(value) for value in values]
         for value in integers:
             if not -(2**63) <= value < 2**63:
                 raise CommError(f"`values` must be in [-2^63, 2^63), got {value}.")
-        mine = torch.tensor(integers, dtype=torch.int64, device=self._device)
-        by_rank = mine.new_empty((self._world_size, len(integers)))
-        with self._named("all_gather_ints"):
-            dist.all_gather(list(by_rank), mine, group=self._group)
-            return [tuple(row) for row in by_rank.tolist()]
+        data = struct.pack(f"<{len(integers)}q", *integers)
+        by_rank = self._gather(_GATHER_INTS, len(integers), data)
+        return [struct.unpack(f"<{len(integers)}q", packed) for packed in by_rank]
 
     def all_gather_object(self, value: T) -> list[T]:
         """Give every rank the picklable values of all ranks, by rank; its own as it is.
@@ -115,20 +126,13 @@ class TorchComm:
             The values of all ranks, by rank.
 
         Raises:
-            CommError: If a value cannot be pickled, or torch.distributed fails.
+            CommError: If a value cannot be pickled, ranks are in different collectives, or
+                torch.distributed fails.
         """
         data, failure = _pickled(value)
-        with self._named("all_gather_object"):
-            firsts = self._gather(_first_message(data), _FIRST_MESSAGE_BYTES)
-            sizes = [_size_in(first) for first in firsts]
-            _raise_unless_sent(sizes, failure)
-            longest = max(sizes)
-            if longest > _INLINE_BYTES:
-                whole = self._gather(data, longest)
-            else:
-                whole = [first[_SIZE_BYTES:] for first in firsts]
+        by_rank = self._gather(_GATHER_OBJECT, 0, data, failure)
         return [
-            value if rank == self._rank else pickle.loads(whole[rank][: sizes[rank]])
+            value if rank == self._rank else pickle.loads(by_rank[rank])
             for rank in range(self._world_size)
         ]
 
@@ -145,22 +149,19 @@ class TorchComm:
             The value of rank ``src``.
 
         Raises:
-            CommError: If ``src`` is out of range, the value cannot be pickled, or
-                torch.distributed fails.
+            CommError: If ``src`` is out of range, the value cannot be pickled, ranks are in
+                different collectives, or torch.distributed fails.
         """
         if not 0 <= src < self._world_size:
             raise CommError(f"`src` must be in [0, {self._world_size}), got {src}.")
         data, failure = _pickled(value) if self._rank == src else (b"", None)
-        with self._named("broadcast_object"):
-            first = self._broadcast(_first_message(data), _FIRST_MESSAGE_BYTES, src=src)
-            size = _size_in(first)
-            _raise_unless_sent([1] * src + [size], failure)  # the others had nothing to send
-            if size > _INLINE_BYTES:
-                whole = self._broadcast(data, size, src=src)
-            else:
-                whole = first[_SIZE_BYTES:]
+        sizes, heads = self._meet(_BROADCAST_OBJECT, src, data, failure)
+        if sizes[src] > _INLINE_BYTES:
+            sent = self._broadcast(data, sizes[src], src=src)
+        else:
+            sent = heads[src]
         if self._rank != src:
-            value = pickle.loads(whole[:size])
+            value = pickle.loads(sent)
         return value  # type: ignore[return-value]  # None is a value of T where src passed None
 
     def barrier(self) -> None:
@@ -169,49 +170,76 @@ class TorchComm:
         Collective: every rank must call it.
 
         Raises:
-            CommError: If torch.distributed fails.
+            CommError: If ranks are in different collectives, or torch.distributed fails.
         """
-        # Not dist.barrier: on NCCL that has to guess a device, and does not wait for it.
-        present = torch.zeros(1, dtype=torch.int64, device=self._device)
-        with self._named("barrier"):
-            dist.all_reduce(present, group=self._group)
-            present.item()
+        self._meet(_BARRIER, 0, b"")
 
-    def _gather(self, data: bytes, num_bytes: int) -> list[memoryview]:
-        """Exchange ``data``, filled up to ``num_bytes``."""
+    def _gather(
+        self, call: int, number: int, data: bytes, failure: Exception | None = None
+    ) -> list[memoryview]:
+        """Exchange bytes of any size, by rank."""
+        sizes, heads = self._meet(call, number, data, failure)
+        longest = max(sizes)
+        if longest <= _INLINE_BYTES:
+            return heads
+        with self._named(call, number):
+            whole = self._exchange(data, longest)
+        return [row[:size] for row, size in zip(whole, sizes, strict=True)]
+
+    def _meet(
+        self, call: int, number: int, data: bytes, failure: Exception | None = None
+    ) -> tuple[list[int], list[memoryview]]:
+        """Exchange where each rank is, how many bytes it has to send, and those that fit."""
+        size = len(data) if failure is None else _CANNOT_SEND
+        head = _HEAD.pack(call, number, size) + data[:_INLINE_BYTES]
+        with self._named(call, number):
+            messages = self._exchange(head, _HEAD_MESSAGE_BYTES)
+        heads = [_HEAD.unpack_from(message) for message in messages]
+        _raise_unless_together([_CALLS[call].format(number) for call, number, _ in heads])
+        sizes = [size for _, _, size in heads]
+        if failure is not None:
+            raise CommError(f"`value` must be picklable, but {failure}") from failure
+        raise_if_failed(["pickling its value" if size < 0 else None for size in sizes])
+        inline = [
+            message[_HEAD.size : _HEAD.size + size]
+            for message, size in zip(messages, sizes, strict=True)
+        ]
+        return sizes, inline
+
+    def _exchange(self, data: bytes, num_bytes: int) -> list[memoryview]:
+        """Give every rank the data of all, filled up to ``num_bytes``."""
         # Received into a buffer of our own: a tensor's bytes cannot be read without numpy.
         buffer = bytearray(self._world_size * num_bytes)
         received = torch.frombuffer(buffer, dtype=torch.uint8).view(self._world_size, num_bytes)
         by_rank = received.to(self._device)
-        mine = torch.frombuffer(_filled_up(data, num_bytes), dtype=torch.uint8)
-        dist.all_gather(list(by_rank), mine.to(self._device), group=self._group)
+        mine = torch.frombuffer(_filled_up(data, num_bytes), dtype=torch.uint8).to(self._device)
+        dist.all_gather(list(by_rank), mine, group=self._group)
         received.copy_(by_rank)
         rows = memoryview(buffer)
         return [rows[i * num_bytes : (i + 1) * num_bytes] for i in range(self._world_size)]
 
     def _broadcast(self, data: bytes, num_bytes: int, *, src: int) -> memoryview:
-        """Send ``data`` of rank ``src``, filled up to ``num_bytes``."""
+        """Give every rank the data of rank ``src``, which has ``num_bytes``."""
         buffer = _filled_up(data, num_bytes)
         received = torch.frombuffer(buffer, dtype=torch.uint8)
         sent = received.to(self._device)
-        dist.broadcast(sent, self._rank_in_default_group(src), group=self._group)
-        received.copy_(sent)
+        with self._named(_BROADCAST_OBJECT, src):
+            dist.broadcast(sent, self._rank_in_default_group(src), group=self._group)
+            received.copy_(sent)
         return memoryview(buffer)
 
     def _rank_in_default_group(self, rank: int) -> int:
         return rank if self._group is None else dist.get_global_rank(self._group, rank)
 
     @contextmanager
-    def _named(self, collective: str) -> Iterator[None]:
+    def _named(self, call: int, number: int) -> Iterator[None]:
         try:
             yield
-        except CommError:
-            raise
         except (RuntimeError, ValueError) as error:
             raise CommError(
-                f"{collective} failed on rank {self._rank} of {self._world_size}: {error} "
-                "Look at the output of the other ranks: one may have ended, or be in another "
-                "collective."
+                f"{_CALLS[call].format(number)} failed on rank {self._rank} of "
+                f"{self._world_size}: {error} Look at the output of the other ranks: one may "
+                "have ended, or be in a collective of another kind."
             ) from error
 
 
@@ -340,22 +368,13 @@ def _pickled(value: object) -> tuple[bytes, Exception | None]:
         return b"", error
 
 
-def _first_message(data: bytes) -> bytes:
-    # No pickle is empty, so a size of zero tells that there is none.
-    return len(data).to_bytes(_SIZE_BYTES, "little") + data[:_INLINE_BYTES]
-
-
-def _size_in(first_message: memoryview) -> int:
-    return int.from_bytes(first_message[:_SIZE_BYTES], "little")
-
-
 def _filled_up(data: bytes, num_bytes: int) -> bytearray:
     buffer = bytearray(num_bytes)
     buffer[: len(data)] = data
     return buffer
 
 
-def _raise_unless_sent(sizes: Sequence[int], failure: Exception | None) -> None:
-    if failure is not None:
-        raise CommError(f"`value` must be picklable, but {failure}") from failure
-    raise_if_failed(["pickling its value" if size == 0 else None for size in sizes])
+def _raise_unless_together(calls: Sequence[str]) -> None:
+    if len(set(calls)) > 1:
+        doing = ", ".join(f"rank {rank} is in {call}" for rank, call in enumerate(calls))
+        raise CommError(f"Every rank must be in the same collective, but {doing}.")

@@ -321,7 +321,7 @@ class _World:
 
     def _doing(self, rank: int) -> str:
         if rank in self._waiting:
-            return f"waits in {self._waiting[rank][0]}"
+            return f"is in {self._waiting[rank][0]}"
         return self._left.get(rank, "is busy elsewhere")
 
     def _fail(self, reason: str) -> None:

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
+import os
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardplug.comm import Comm, SoloComm, agree
-from shardplug.comm_torch import TorchComm
+from shardplug.comm_torch import TorchComm, current_comm, mesh_coordinate, start_process_group
 from shardplug.errors import CommError, PlanError
 from shardplug.testing import run_ranks
-from tests.launch import run_processes
+from tests.launch import RankError, run_processes
 
 Check = Callable[[Comm], None]
 
@@ -222,3 +230,216 @@ def test_real_ranks_keep_the_contract(world_size: int) -> None:
     by_rank = run_processes(world_size, _keep_the_contract)
     assert len(by_rank) == world_size
     assert set(by_rank[0]) >= {check.__name__ for check in CONTRACT}
+
+
+def _barrier(comm: Comm) -> object:
+    comm.barrier()
+    return None
+
+
+def _two_integers(comm: Comm) -> object:
+    return comm.all_gather_ints((1, 2))
+
+
+def _three_integers(comm: Comm) -> object:
+    return comm.all_gather_ints((1, 2, 3))
+
+
+def _an_object(comm: Comm) -> object:
+    return comm.all_gather_object("a")
+
+
+def _from_0(comm: Comm) -> object:
+    return comm.broadcast_object("a", src=0)
+
+
+def _from_1(comm: Comm) -> object:
+    return comm.broadcast_object("a", src=1)
+
+
+CALLS = [_barrier, _two_integers, _three_integers, _an_object, _from_0, _from_1]
+NAMES = [
+    "barrier()",
+    "all_gather_ints(2 values)",
+    "all_gather_ints(3 values)",
+    "all_gather_object()",
+    "broadcast_object(src=0)",
+    "broadcast_object(src=1)",
+]
+PAIRS = list(itertools.permutations(range(len(CALLS)), 2))
+
+
+def meet_differently(comm: Comm, pairs: list[tuple[int, int]]) -> list[str]:
+    messages = []
+    for pair in pairs:
+        with pytest.raises(CommError) as caught:
+            CALLS[pair[comm.rank]](comm)
+        messages.append(str(caught.value))
+    return messages
+
+
+def _told(pair: tuple[int, int]) -> str:
+    doing = f"rank 0 is in {NAMES[pair[0]]}, rank 1 is in {NAMES[pair[1]]}"
+    return f"Every rank must be in the same collective, but {doing}."
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_in_one_process_ranks_in_different_collectives_all_get_an_error(
+    pair: tuple[int, int],
+) -> None:
+    assert run_ranks(2, meet_differently, [pair]) == [[_told(pair)]] * 2
+
+
+def test_real_ranks_in_different_collectives_all_get_an_error() -> None:
+    expected = [_told(pair) for pair in PAIRS]
+    assert run_processes(2, meet_differently, PAIRS) == [expected] * 2
+
+
+def _mix_with_collectives_of_the_user(comm: Comm) -> list[object]:
+    seen: list[object] = []
+    for turn in range(3):
+        mine = torch.tensor([comm.rank + turn])
+        dist.all_reduce(mine)
+        seen.append(mine.item())
+        seen.append(comm.all_gather_ints((comm.rank, turn)))
+        work = dist.all_reduce(mine, async_op=True)
+        seen.append(comm.broadcast_object(f"from {comm.rank}", src=1))
+        assert work is not None
+        work.wait()
+        seen.append(mine.item())
+    return seen
+
+
+def test_collectives_of_the_user_go_between_ours() -> None:
+    expected: list[object] = []
+    for turn in range(3):
+        total = 1 + 2 * turn
+        expected += [total, [(0, turn), (1, turn)], "from 1", 2 * total]
+    assert run_processes(2, _mix_with_collectives_of_the_user) == [expected] * 2
+
+
+def _talk_in_a_group(comm: Comm) -> object:
+    group = dist.new_group([1, 2])
+    if comm.rank == 0:
+        with pytest.raises(CommError) as caught:
+            TorchComm(group)
+        return str(caught.value)
+    inner = TorchComm(group)
+    assert (inner.rank, inner.world_size) == (comm.rank - 1, 2)
+    return inner.all_gather_ints((comm.rank,)), inner.broadcast_object(
+        "x" * comm.rank * 1000, src=1
+    )
+
+
+def test_a_group_has_ranks_of_its_own() -> None:
+    refused, *members = run_processes(3, _talk_in_a_group)
+    assert refused == (
+        "`group` must have this process as a member, but rank 0 of the default group is not in it."
+    )
+    assert members == [([(1,), (2,)], "x" * 2000)] * 2
+
+
+def _wait_for_a_rank_that(ends: str, comm: Comm) -> None:
+    if comm.rank == 1:
+        if ends == "raises":
+            raise PlanError("`batch_size` must be at least 1, got 0.")
+        os._exit(3)
+    started = time.perf_counter()
+    with pytest.raises(CommError) as caught:
+        comm.all_gather_ints((1,))
+    assert time.perf_counter() - started < SOON_S
+    message = str(caught.value)
+    assert message.startswith("all_gather_ints(1 values) failed on rank 0 of 2: ")
+    assert message.endswith("one may have ended, or be in a collective of another kind.")
+    assert isinstance(caught.value.__cause__, RuntimeError)
+
+
+def _wait_for_a_rank_that_raises(comm: Comm) -> None:
+    _wait_for_a_rank_that("raises", comm)
+
+
+def _wait_for_a_rank_that_dies(comm: Comm) -> None:
+    _wait_for_a_rank_that("dies", comm)
+
+
+def test_a_rank_that_ends_is_an_error_on_those_that_wait() -> None:
+    with pytest.raises(PlanError, match="`batch_size` must be at least 1") as raised:
+        run_processes(2, _wait_for_a_rank_that_raises)
+    with pytest.raises(RankError, match="Rank 1 ended with exit code 3") as died:
+        run_processes(2, _wait_for_a_rank_that_dies)
+    for told in (str(raised.value.__cause__), str(died.value)):
+        assert "Rank 0" not in told  # it got its error, in time
+
+
+def _find_on_a_mesh(comm: Comm) -> list[object]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "dp"))
+    bare = init_device_mesh("cpu", (4,))
+    small = DeviceMesh("cpu", [0, 1], mesh_dim_names=("dp",))
+    with pytest.raises(PlanError) as unnamed:
+        mesh_coordinate(bare)
+    if comm.rank < 2:
+        return [mesh_coordinate(mesh), str(unnamed.value), mesh_coordinate(small)]
+    with pytest.raises(PlanError) as outside:
+        mesh_coordinate(small)
+    return [mesh_coordinate(mesh), str(unnamed.value), str(outside.value)]
+
+
+def test_a_mesh_is_read_axis_by_axis() -> None:
+    by_rank = run_processes(4, _find_on_a_mesh)
+    for rank, (coordinate, unnamed, small) in enumerate(by_rank):
+        assert coordinate == (("tp", "dp"), (2, 2), (rank // 2, rank % 2))
+        assert unnamed == (
+            "`torch_device_mesh` must have named axes, got one of shape (4,) without names. "
+            "Give init_device_mesh their names, mesh_dim_names=(...)."
+        )
+        if rank < 2:
+            assert small == (("dp",), (2,), (rank,))
+        else:
+            assert small == (
+                f"`torch_device_mesh` must have this process on it, but rank {rank} is not on the "
+                "mesh of shape (2,) with axes ('dp',)."
+            )
+
+
+def test_without_a_group_the_comm_is_a_world_of_one() -> None:
+    assert isinstance(current_comm(), SoloComm)
+    with pytest.raises(CommError, match="`group` must be a process group that exists, got none"):
+        TorchComm()
+
+
+def _start_and_end(comm: Comm) -> list[object]:
+    assert isinstance(comm, SoloComm)
+    os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+    started = [start_process_group(timeout_s=20.0), start_process_group()]
+    found = current_comm()
+    assert isinstance(found, TorchComm)
+    return [*started, found.all_gather_ints((5,)), dist.get_backend()]
+
+
+def test_the_launcher_s_group_is_started_once() -> None:
+    assert run_processes(1, _start_and_end, has_group=False) == [[True, False, [(5,)], "gloo"]]
+
+
+TORCHRUN_PROGRAM = """
+from shardplug.comm_torch import current_comm, local_device, start_process_group
+started = start_process_group()
+comm = current_comm()
+print(started, comm.all_gather_ints((comm.rank, comm.world_size)), local_device().type, flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_torchrun_starts_the_group_and_the_interpreter_ends_it() -> None:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--no-python"]
+    program = [sys.executable, "-W", "error", "-c", TORCHRUN_PROGRAM]
+    done = subprocess.run(
+        [*launcher, "--nproc-per-node=2", *program],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=50,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["True [(0, 2), (1, 2)] cpu"] * 2
+    assert "destroy_process_group" not in done.stderr  # what torch says of a group left open

@@ -138,7 +138,7 @@ def test_different_collectives_are_an_error_on_all_ranks_naming_each(
     assert len(set(messages)) == 1
     assert messages[0].startswith("Every rank must be in the same collective, but rank ")
     # Rank 2 may or may not have come when the first two differed.
-    assert f"rank 1 waits in {called[1]}" in messages[0]
+    assert f"rank 1 is in {called[1]}" in messages[0]
     assert called[0] in messages[0]
 
 
@@ -148,7 +148,7 @@ def test_a_rank_that_returns_early_is_an_error_on_those_that_wait() -> None:
             comm.barrier()
 
     started = time.perf_counter()
-    with pytest.raises(CommError, match=r"but rank 0 waits in barrier\(\), rank 1 returned\."):
+    with pytest.raises(CommError, match=r"but rank 0 is in barrier\(\), rank 1 returned\."):
         run_ranks(2, body)
     assert time.perf_counter() - started < SOON_S
 
@@ -159,7 +159,7 @@ def test_a_rank_that_comes_when_another_has_returned_does_not_wait() -> None:
             _wait_for_end_of_rank_0()
             comm.all_gather_ints((7,))
 
-    with pytest.raises(CommError, match=r"rank 0 returned, rank 1 waits in all_gather_ints\(1 val"):
+    with pytest.raises(CommError, match=r"rank 0 returned, rank 1 is in all_gather_ints\(1 val"):
         run_ranks(2, body)
 
 
@@ -181,7 +181,7 @@ def test_the_first_error_is_raised_and_the_others_are_its_notes() -> None:
     with pytest.raises(ValueError, match="no such column") as caught:
         run_ranks(2, body)
     assert caught.value is boom
-    told = "rank 0 waits in barrier(), rank 1 raised ValueError: no such column."
+    told = "rank 0 is in barrier(), rank 1 raised ValueError: no such column."
     assert _notes(caught.value) == [
         "Raised on rank 1 of 2.",
         f"Rank 0 raised CommError: Every rank must be in the same collective, but {told}",
@@ -311,7 +311,7 @@ def test_the_time_is_up_names_what_each_rank_does() -> None:
             CommError, match=r"All ranks must be done within 0.05 s, but "
         ) as caught:
             run_ranks(2, body, timeout_s=0.05)
-        assert "rank 0 waits in barrier(), rank 1 is busy elsewhere." in str(caught.value)
+        assert "rank 0 is in barrier(), rank 1 is busy elsewhere." in str(caught.value)
     finally:
         release.set()
 
