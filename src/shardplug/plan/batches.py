@@ -57,61 +57,54 @@ def deal_batches(
         >>> [(part.rows, part.valid_rows) for part in parts]
         [([2], 1), ([0, 1], 0)]
     """
-    if batch_size is None and split is Split.SLICE:
-        raise PlanError(
-            "`batch_sampler` must declare a fixed `batch_size` for its batches to be split, got "
-            "none. Pass split_batches=False."
-        )
     # A declared size that is no size at all cannot be trusted any more than one that is not kept.
     size = batch_size if batch_size is not None and batch_size > 0 else None
-    walk = _Walk(iter(batches), size)
+    if size is None and split is Split.SLICE:
+        raise PlanError(
+            "`batch_sampler` must declare a fixed `batch_size` for its batches to be split, got "
+            f"{batch_size}. Pass split_batches=False."
+        )
     plan = ShardPlan(None, size or 1, shard, split=split, tail=tail)
+    walk = _Walk(iter(batches), size, must_be_fixed=split is Split.SLICE)
     per_round = 1 if split is Split.SLICE else shard.count
-    lags = tail is Tail.EXACT
     head: list[Batch] = []
     held: list[Batch] = []
     steps = 0
     while len(round_ := walk.take(per_round)) == per_round and not walk.ended_short:
-        if not walk.is_fixed and split is Split.SLICE:
-            raise PlanError(
-                f"`batch_sampler` must yield batches of its declared size {batch_size} for them to "
-                f"be split, got one of {walk.odd_size} rows. Pass split_batches=False."
-            )
         if tail is Tail.PAD and not head:
-            head = round_
-        if lags:
+            # What goes out may be changed by whoever gets it; padding is made of copies.
+            head = list(map(keep_batch, round_))
+        if tail is Tail.EXACT:
             held, round_ = round_, held
             if not round_:
                 continue
         steps += 1
-        if split is Split.SLICE:
-            yield _sliced(round_[0], plan, steps)
-        else:
-            own = round_[shard.index]
-            yield Part(own, len(own), steps * per_round)
+        yield _own_part(round_, plan, consumed=steps * per_round)
     rest = [*held, *round_]
-    if walk.is_fixed and size is not None:
+    if walk.batch_size is None:
+        yield from _varying_end(rest, head or rest, shard, tail, num_batches=walk.count)
+    else:
         done = steps * per_round
         yield from _fixed_end(rest, head or rest, plan, done=done, num_batches=walk.count)
-    elif split is Split.SLICE:
-        raise PlanError(
-            f"`batch_sampler` must yield batches of its declared size {batch_size} for them to be "
-            f"split, got one of {walk.odd_size} rows. Pass split_batches=False."
-        )
-    else:
-        yield from _varying_end(rest, head or rest, shard, tail, num_batches=walk.count)
     return walk.count
 
 
 @dataclass(slots=True)
 class _Walk:
-    """Walks batches, copying lists, and watches whether they keep the declared size."""
+    """Walks batches, copying lists, and watches whether they keep the declared size.
+
+    Attributes:
+        source: The batches.
+        batch_size: The declared size; None if there is none, or as soon as it is not kept.
+        must_be_fixed: A size that is not kept is an error.
+        count: Batches taken.
+        ended_short: The last batch has been taken, and is shorter than the others.
+    """
 
     source: Iterator[Iterable[Any]]
     batch_size: int | None
-    is_fixed: bool = True
+    must_be_fixed: bool
     count: int = 0
-    odd_size: int = 0
     ended_short: bool = False
     _ahead: list[Batch] = field(default_factory=list)
 
@@ -119,26 +112,27 @@ class _Walk:
         """Return the next batches, fewer at the end.
 
         A round whose last batch is shorter than declared is only complete if more batches follow:
-        the next one is looked at, and ``ended_short`` tells.
+        the next one is looked at.
         """
         taken = [*self._ahead, *map(keep_batch, islice(self.source, number - len(self._ahead)))]
         self._ahead = []
         self.count += len(taken)
         if self.batch_size is None:
-            self.is_fixed = False
-        if not self.is_fixed:
             return taken
         odd = [index for index, batch in enumerate(taken) if len(batch) != self.batch_size]
         if not odd:
             return taken
-        self.odd_size = len(taken[odd[0]])
-        is_last = odd[0] == len(taken) - 1 and self.odd_size < (self.batch_size or 0)
-        if is_last:
-            self._ahead = [keep_batch(batch) for batch in islice(self.source, 1)]
-        if not is_last or self._ahead:
-            self.is_fixed = False
-        else:
-            self.ended_short = True
+        odd_size = len(taken[odd[0]])
+        if odd[0] == len(taken) - 1 and odd_size < self.batch_size:
+            self._ahead = list(map(keep_batch, islice(self.source, 1)))
+            self.ended_short = not self._ahead
+        if not self.ended_short:
+            if self.must_be_fixed:
+                raise PlanError(
+                    f"`batch_sampler` must yield batches of its declared size {self.batch_size} "
+                    f"for them to be split, got one of {odd_size} rows. Pass split_batches=False."
+                )
+            self.batch_size = None
         return taken
 
 
@@ -149,10 +143,14 @@ def keep_batch(batch: Iterable[Any]) -> Batch:
     return batch  # type: ignore[return-value]  # sized and iterable is all that is asked
 
 
-def _sliced(batch: Batch, plan: ShardPlan, steps: int) -> Part[Any]:
-    rows = plan.shard_batch_size
-    first = plan.shard.index * rows
-    return Part(list(batch)[first : first + rows], rows, steps)
+def _own_part(round_: list[Batch], plan: ShardPlan, *, consumed: int) -> Part[Any]:
+    """Return the shard's part of a full round: its batch, or its piece of the only one."""
+    if plan.split is Split.SLICE:
+        first = plan.shard.index * plan.shard_batch_size
+        own: Batch = list(round_[0])[first : first + plan.shard_batch_size]
+    else:
+        own = round_[plan.shard.index]
+    return Part(own, len(own), consumed)
 
 
 def _fixed_end(
@@ -189,8 +187,7 @@ def _varying_end(
         own = rest[shard.index]
         yield Part(own, len(own), num_batches)
     elif tail is Tail.PAD:
-        # As many batches went out before as the cycle through the first ones has turned.
-        yield Part(list(head[(shard.index - len(rest)) % len(head)]), 0, num_batches)
+        yield Part(head[(shard.index - len(rest)) % len(head)], 0, num_batches)
 
 
 def _exact_rounds(rest: list[Batch], count: int) -> list[tuple[list[Batch], int]]:

@@ -70,7 +70,7 @@ def deal(
     step, seen = 0, plan.start
     while len(window := list(islice(source, size))) == size:
         seen += size
-        if plan.tail is Tail.PAD and not head:
+        if plan.tail is Tail.PAD and not head and not plan.start:
             head = window
         if lags:
             held, window = window, held
@@ -80,15 +80,15 @@ def deal(
         yield Part(window[first:stop], own, plan.start + step * size)
     seen += len(window)
     rest = [*held, *window]
+    if rest and plan.tail is Tail.PAD and plan.start and len(head) < min(size, seen):
+        raise PlanError(
+            "`head` must hold the first window of the epoch to pad a stream that goes on from "
+            f"sample {plan.start}, got {len(head)} items."
+        )
     offset = seen - len(rest)
     ended = replace(plan, num_samples=seen)
     for last in range(step, ended.num_steps):
         positions = ended.positions(last)
-        if plan.start and min(positions) < offset and len(head) < min(size, seen):
-            raise PlanError(
-                "`head` must hold the first window of the epoch to pad a stream that goes on from "
-                f"sample {plan.start}, got {len(head)} items."
-            )
         rows = [rest[at - offset] if at >= offset else head[at] for at in positions]
         yield Part(rows, ended.valid_rows(last), ended.cursor(last + 1))
     return seen

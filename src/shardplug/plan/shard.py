@@ -86,7 +86,7 @@ def shard_on_mesh(
         The part, of as many as the data axes have places.
 
     Raises:
-        PlanError: If an axis is unnamed, unknown, or ``data_axes`` names one that is not there.
+        PlanError: If an axis is unknown, or ``data_axes`` names one that is not there.
 
     Example:
         >>> shard_on_mesh(("tp", "dp"), (2, 2), coordinate=(1, 0))

@@ -94,9 +94,7 @@ class ShardPlan:
         if self.num_samples < 0:
             raise PlanError(f"`num_samples` must be zero or more, got {self.num_samples}.")
         if not 0 <= self.start <= self.num_samples:
-            raise PlanError(
-                f"`consumed` must be in [0, {self.num_samples}], got {self.start}."
-            )
+            raise PlanError(f"`consumed` must be in [0, {self.num_samples}], got {self.start}.")
         if self.tail is Tail.EXACT:
             self._check_exact(self.num_samples - self.start)
 
@@ -200,11 +198,13 @@ class ShardPlan:
         Raises:
             PlanError: If ``step`` is out of range.
         """
-        if self.num_samples is not None:
-            if not 0 <= step <= self.num_steps:
-                raise PlanError(f"`step` must be in [0, {self.num_steps}], got {step}.")
-            if step == self.num_steps:
-                return self.num_samples
+        if self.num_samples is None:
+            if step < 0:
+                raise PlanError(f"`step` must be zero or more, got {step}.")
+        elif not 0 <= step <= self.num_steps:
+            raise PlanError(f"`step` must be in [0, {self.num_steps}], got {step}.")
+        elif step == self.num_steps:
+            return self.num_samples
         return self._round_start(step)
 
     def seek(
