@@ -27,7 +27,8 @@ from typing import Any, NamedTuple, TypeVar
 T = TypeVar("T")
 
 PRELOAD = ["torch", "torch.utils.data", "numpy", "pytest", "hypothesis"]
-GRACE_S = 5.0  # how long the other ranks may go on once one has failed
+AFTER_FAILURE_S = 2.0  # how long the other ranks may go on once one has failed
+AFTER_RESULT_S = 10.0  # how long a rank may take to end its group and write coverage data
 
 
 class RankError(AssertionError):
@@ -82,7 +83,7 @@ def run_processes(
         finally:
             for each in ranks:
                 if each.rank in outcomes:
-                    each.process.join(GRACE_S)  # it has coverage data to write
+                    each.process.join(AFTER_RESULT_S)
                 each.process.kill()
                 each.process.join()
                 each.process.close()
@@ -129,7 +130,7 @@ def _collect(ranks: list[_Rank], outcomes: dict[int, _Outcome], *, deadline: flo
             if each.pipe in ready:
                 outcomes[each.rank] = outcome = _receive(each)
                 if outcome.failure is not None:
-                    deadline = min(deadline, time.monotonic() + GRACE_S)
+                    deadline = min(deadline, time.monotonic() + AFTER_FAILURE_S)
 
 
 def _receive(each: _Rank) -> _Outcome:
