@@ -16,7 +16,7 @@ from collections import UserDict, UserList, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from itertools import chain
-from typing import Protocol, TypeGuard, TypeVar, cast
+from typing import NamedTuple, Protocol, TypeGuard, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -138,7 +138,7 @@ def count_rows(batch: object, *, expected: int | None = None) -> int | None:
         >>> count_rows([torch.zeros(3, 8, 8), torch.zeros(3, 6, 4)], expected=2)
         2
     """
-    marks = list(_marks(batch))
+    marks = _marks(batch)
     tensors = [mark for mark in marks if mark.is_tensor]
     if expected is not None:
         _check(tensors, expected, f"`expected` is {expected}")
@@ -434,8 +434,7 @@ def move_to_device(
     return cast("_Batch", _move(batch, target, non_blocking))
 
 
-@dataclass(frozen=True, slots=True)
-class _Mark:
+class _Mark(NamedTuple):
     """What may carry rows: a tensor or array, or a list with nothing of the kind in it."""
 
     path: str
@@ -551,20 +550,24 @@ def _leaf_rows(node: object) -> int | None:
     return None
 
 
-def _marks(node: object, path: str = "", lists: tuple[int, ...] = ()) -> Iterator[_Mark]:
+def _marks(node: object, path: str = "", lists: tuple[int, ...] = ()) -> list[_Mark]:
     """Find everything that may carry rows."""
     length = _leaf_rows(node)
     if length is not None:
-        yield _Mark(path, length, lists, is_tensor=True)
-        return
+        return [_Mark(path, length, lists, is_tensor=True)]
     inside = (*lists, len(node)) if _is_list(node) else lists
-    is_bare = _is_list(node)
+    marks: list[_Mark] = []
     for key, child in _children(node) or ():
-        for mark in _marks(child, _below(path, key), inside):
-            is_bare = False
-            yield mark
-    if is_bare:
-        yield _Mark(path, inside[-1], lists, is_tensor=False)
+        if type(child) not in _PLAIN_TYPES:
+            marks += _marks(child, _below(path, key), inside)
+    if not marks and inside is not lists:
+        return [_Mark(path, inside[-1], lists, is_tensor=False)]
+    return marks
+
+
+def _marks_inside(node: Sequence[object]) -> list[_Mark]:
+    """Find what may carry rows in the entries of a list."""
+    return [mark for child in node if type(child) not in _PLAIN_TYPES for mark in _marks(child)]
 
 
 def _check(marks: list[_Mark], count: int, against: str) -> None:
@@ -585,14 +588,14 @@ def _is_per_row(_path: str, node: object, count: int | None) -> bool:
     """Tell whether a node of a batch is a list with one entry for each of ``count`` samples."""
     if not _is_list(node) or len(node) != count:
         return False
-    marks = _marks_within(node)
+    marks = _marks_inside(node)
     deciding = [mark for mark in marks if mark.is_tensor] or marks
     return not deciding or any(mark.length != count for mark in deciding)
 
 
 def _is_per_row_output(path: str, node: object, count: int | None) -> bool:
     """Tell the same of a node of outputs, where plain lists carry rows whatever their length."""
-    if _is_list(node) and not _marks_within(node):
+    if _is_list(node) and not _marks_inside(node):
         return True
     return not _is_field_tuple(path, node) and _is_per_row(path, node, count)
 
@@ -603,10 +606,6 @@ def _is_field_tuple(path: str, node: object) -> bool:
     With several rows for each sample, its length could not be told from that of the batch.
     """
     return not path and isinstance(node, tuple)
-
-
-def _marks_within(node: Sequence[object]) -> list[_Mark]:
-    return [mark for child in node for mark in _marks(child)]
 
 
 def _map_rows(
@@ -746,7 +745,7 @@ def _matched_children(path: str, parts: Sequence[object]) -> dict[object, list[o
 
 def _concatenate(path: str, parts: Sequence[object]) -> object:
     """Join the rows of tensors, of arrays or of packed sequences."""
-    kinds = [_describe(part) for part in parts]
+    kinds = [_row_kind(part) for part in parts]
     for kind in kinds:
         if kind != kinds[0]:
             raise BatchError(f"{_called(path)} cannot be joined: {kinds[0]} meet {kind}.")
@@ -759,20 +758,31 @@ def _concatenate(path: str, parts: Sequence[object]) -> object:
     return _assemble(path, [piece for part in tensors for piece in _pieces(path, part)], first)
 
 
-def _describe(part: object) -> str:
-    """Say what rows these are; rows join if they are called the same."""
+class _RowKind(NamedTuple):
+    """What must be the same for rows to join."""
+
+    holder: object
+    dtype: object
+    shape: tuple[int, ...] | None
+    device: torch.device | None
+
+    def __str__(self) -> str:
+        shape = "" if self.shape is None else f" and shape {tuple(self.shape)}"
+        device = "" if self.device is None else f" on {self.device}"
+        return f"{self.holder} rows of {self.dtype}{shape}{device}"
+
+
+def _row_kind(part: object) -> _RowKind:
     if _is_array(part):
         # Strings of different lengths are of different dtypes, and join.
-        name = {"U": "str", "S": "bytes"}.get(part.dtype.kind, part.dtype)
-        return f"array rows of {name} and shape {part.shape[1:]}"
+        dtype = {"U": "str", "S": "bytes"}.get(part.dtype.kind, part.dtype)
+        return _RowKind("array", dtype, part.shape[1:], None)
     if isinstance(part, PackedSequence):
-        data = part.data
-        return f"packed rows of {data.dtype} and shape {(-1, *data.shape[1:])} on {data.device}"
+        return _RowKind("packed", part.data.dtype, part.data.shape[1:], part.data.device)
     tensor = cast("Tensor", part)
-    where = f"on {tensor.device} ({tensor.layout})"
     if tensor.is_nested:
-        return f"nested rows of {tensor.dtype} {where}"
-    return f"rows of {tensor.dtype} and shape {tuple(tensor.shape[1:])} {where}"
+        return _RowKind("nested", tensor.dtype, None, tensor.device)
+    return _RowKind(tensor.layout, tensor.dtype, tensor.shape[1:], tensor.device)
 
 
 def _refuse(error: BatchError, _parts: list[object]) -> object:
