@@ -15,15 +15,6 @@ else:
 
 
 @pytest.fixture(autouse=True)
-def same_environment_afterwards() -> Iterator[None]:
-    """Restore the variables: a Trainer sets its ranks, seed and rendezvous, and leaves them."""
-    before = dict(os.environ)
-    yield
-    os.environ.clear()
-    os.environ.update(before)
-
-
-@pytest.fixture(autouse=True)
 def no_process_group_left() -> Iterator[None]:
     """End the process group: a Trainer leaves it open until the interpreter ends."""
     yield
