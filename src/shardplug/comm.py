@@ -137,6 +137,48 @@ def raise_if_failed(causes: Sequence[str | None]) -> None:
         raise CommError("Another rank could not go on: " + "; ".join(failed))
 
 
+def gather_facts(
+    comm: Comm, decide: Callable[[], tuple[T, Sequence[int]]], *, num_facts: int
+) -> tuple[T, list[tuple[int, ...]]]:
+    """Run ``decide`` on every rank and give every rank the integers it returned on all of them.
+
+    One small message when all is well; when ``decide`` raised somewhere, a second one tells why.
+
+    Collective: every rank must call it.
+
+    Args:
+        comm: The ranks.
+        decide: Works out this rank's result and its facts.
+        num_facts: How many facts that is, on every rank.
+
+    Returns:
+        This rank's result, and the facts by rank.
+
+    Raises:
+        CommError: If ``decide`` raised on another rank.
+    """
+    failure: Exception | None = None
+    result: T | None = None
+    facts: Sequence[int] = (0,) * num_facts
+    try:
+        result, facts = decide()
+    except Exception as error:  # noqa: BLE001  # raised again below, once all ranks know
+        failure = error
+    if comm.world_size == 1:
+        gathered = [(failure is not None, *facts)]
+    else:
+        gathered = comm.all_gather_ints((failure is not None, *facts))
+        if any(failed for failed, *_ in gathered):
+            told = None if failure is None else f"{type(failure).__name__}: {failure}"
+            causes = comm.all_gather_object(told)
+            if failure is None:
+                raise_if_failed(causes)
+    if failure is not None:
+        raise failure
+    by_rank = [tuple(facts) for _, *facts in gathered]
+    return result, by_rank  # type: ignore[return-value]  # decide did not raise: it is a T
+
+
 def agree_on(
     comm: Comm,
     decide: Callable[[], tuple[T, Sequence[int]]],
@@ -145,8 +187,6 @@ def agree_on(
     facts: Mapping[str, str | None],
 ) -> tuple[T, Sequence[int]]:
     """Run ``decide`` on every rank and compare the integers it returns: equal, or an error on all.
-
-    One small message when all is well; when ``decide`` raised somewhere, a second one tells why.
 
     Collective: every rank must call it.
 
@@ -163,38 +203,15 @@ def agree_on(
     Raises:
         CommError: If ranks differ in a fact, or ``decide`` raised on another rank.
     """
-    failure: Exception | None = None
-    result: T | None = None
-    values: Sequence[int] = (0,) * len(facts)
-    try:
-        result, values = decide()
-    except Exception as error:  # noqa: BLE001  # raised again below, once all ranks know
-        failure = error
-    if comm.world_size > 1:
-        gathered = comm.all_gather_ints((failure is not None, *values))
-        if any(failed for failed, *_ in gathered):
-            told = None if failure is None else f"{type(failure).__name__}: {failure}"
-            causes = comm.all_gather_object(told)
-            if failure is None:
-                raise_if_failed(causes)
-        else:
-            _compare(gathered, subject, facts)
-            values = gathered[0][1:]
-    if failure is not None:
-        raise failure
-    return result, values  # type: ignore[return-value]  # decide did not raise: it is a T
-
-
-def _compare(
-    gathered: Sequence[tuple[int, ...]], subject: str, facts: Mapping[str, str | None]
-) -> None:
-    for place, (name, remedy) in enumerate(facts.items(), start=1):
+    result, by_rank = gather_facts(comm, decide, num_facts=len(facts))
+    for place, (name, remedy) in enumerate(facts.items()):
         if remedy is None:
             continue
-        mine = gathered[0][place]
-        for rank, values in enumerate(gathered):
-            if values[place] != mine:
+        first = by_rank[0][place]
+        for rank, values in enumerate(by_rank):
+            if values[place] != first:
                 raise CommError(
-                    f"Ranks disagree on the {name} of {subject}: rank 0 has {mine}, rank {rank} "
+                    f"Ranks disagree on the {name} of {subject}: rank 0 has {first}, rank {rank} "
                     f"has {values[place]}. {remedy}"
                 )
+    return result, by_rank[0]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import zlib
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,27 +17,34 @@ from itertools import chain, islice
 from typing import Any, ClassVar
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, Sampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from shardplug import rng
 from shardplug.comm import Comm, agree_on
 from shardplug.comm_torch import current_comm
+from shardplug.credit import Arrival, in_step, mark_last
+from shardplug.devices import move_batches
 from shardplug.errors import PlanError
-from shardplug.passes import Pass
+from shardplug.feeds import Feed, IndexFeed
+from shardplug.fetching import MapTasks, Messages, StreamTasks
+from shardplug.passes import Pass, ReadyPass, StreamPass
 from shardplug.plan.cursor import Progress, Run
 from shardplug.plan.order import worker_seed
 from shardplug.plan.shard import Shard
-from shardplug.plan.split import ShardPlan
-from shardplug.rows import move_to_device
-from shardplug.samplers import BatchSamplerShard, epoch_parts
-from shardplug.workers import Reader, StartWorker, Tasks, as_it_is
+from shardplug.plan.split import ShardPlan, Split, Tail
+from shardplug.rows import count_rows
+from shardplug.samplers import BatchSamplerShard, HasEpoch
+from shardplug.streams import StreamFeed
+from shardplug.worker_info import check_worker_split
+from shardplug.workers import MapReader, Seeding, StartWorker, StreamReader, as_it_is
 
 _LOOK = 4096
 """How many ids (or batches) from the start of an order that is not ours are compared."""
 
-_PASS_FACTS = {
+_PASS_FACTS: dict[str, str | None] = {
     "epoch": "Call set_epoch() with the same value on every rank.",
-    "position": "Load the same state on every rank.",
+    "position": "Start the pass at the same step on every rank.",
     "seed": "Prepare the loader on every rank.",
     "order": (
         "Its sampler draws another order on each rank: seed it alike on all ranks, pass "
@@ -56,6 +64,8 @@ class Settings:
         rng_types: Generators made equal to rank 0's at the start of each pass.
         generator: The one that ``"generator"`` means.
         skip_batches: Steps left out at the start of each pass.
+        is_stateful: Whether readers run in torchdata's StatefulDataLoader.
+        per_message: Most batches that one message from a worker carries.
         is_simulation: Whether the shard is not this process's own, so that there is nobody to
             agree with.
         comm: The ranks; None: those of the process at the time.
@@ -67,6 +77,8 @@ class Settings:
     rng_types: tuple[str, ...] = ()
     generator: torch.Generator | None = None
     skip_batches: int = 0
+    is_stateful: bool = False
+    per_message: int = 1
     is_simulation: bool = False
     comm: Comm | None = None
 
@@ -123,38 +135,50 @@ class PassBatches(BatchSampler):
     upcoming epoch.
     """
 
-    def __init__(self, shard: BatchSamplerShard, epochs: _Epochs) -> None:
-        self._shard = shard
+    def __init__(self, feed: Feed, sampler: Any, epochs: _Epochs) -> None:
+        self._feed = feed
         self._epochs = epochs
-        self.sampler = EpochSampler(shard.sampler, epochs)
-        self.offered: Pass | None = None
+        self.sampler = EpochSampler(sampler, epochs)
+        self.name = type(sampler).__name__
+        self._offered: Pass | None = None
+
+    def offer(self, pass_: Pass) -> None:
+        """Let the next iteration be a pass of the loader."""
+        self._offered = pass_
+
+    def withdraw(self, pass_: Pass) -> bool:
+        """Take an offer back; tells whether it had been taken up."""
+        is_open = self._offered is pass_
+        if is_open:
+            self._offered = None
+        return not is_open
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch of the loader's next pass."""
         self._epochs.set_epoch(epoch)
 
     @property
-    def batch_size(self) -> int | None:  # type: ignore[override]
+    def batch_size(self) -> int | None:  # type: ignore[override]  # users' may declare none
         """The batch size that the user's batch sampler declares."""
-        return self._shard.batch_size
+        return self._feed.batch_size
 
     @property
     def drop_last(self) -> bool:  # type: ignore[override]
         """Whether rows may be dropped at the end."""
-        return self._shard.drop_last
+        return self._feed.tail is Tail.DROP
 
     def __iter__(self) -> Iterator[Any]:
         """Yield the index batches of the pass that the loader offers, else of the next epoch."""
-        offered, self.offered = self.offered, None
+        offered, self._offered = self._offered, None
         if offered is None:
             upcoming = self._epochs.progress.upcoming
             self._epochs.tell(upcoming.epoch)
-            offered, _ = self._shard.begin(upcoming.consumed)
+            offered, _ = self._feed.begin(upcoming.consumed)
         return iter(offered)
 
     def __len__(self) -> int:
         """Count the index batches of a full pass."""
-        return len(self._shard)
+        return len(self._feed)
 
 
 class DataLoaderShard(DataLoader[Any]):
@@ -185,8 +209,14 @@ class DataLoaderShard(DataLoader[Any]):
         CommError: At the start of a pass, if ranks disagree or another rank failed.
     """
 
+    _inner: DataLoader[Any]
+    _feed: Feed
+    _settings: Settings
+    _epochs: _Epochs
+    _batches: PassBatches
+    _skip_once: int
     _OWN: ClassVar[frozenset[str]] = frozenset(
-        {"_inner", "_shard", "_settings", "_epochs", "_batches"}
+        {"_inner", "_feed", "_settings", "_epochs", "_batches", "_skip_once"}
     )
 
     def __init__(
@@ -196,8 +226,11 @@ class DataLoaderShard(DataLoader[Any]):
         rng_types: Sequence[str] | None = None,
         synchronized_generator: torch.Generator | None = None,
         skip_batches: int = 0,
+        use_stateful_dataloader: bool = False,
         *,
         non_blocking: bool = False,
+        batches_per_message: int = 1,
+        worker_split: str = "auto",
         comm: Comm | None = None,
         **dataloader_kwargs: Any,
     ) -> None:
@@ -208,45 +241,47 @@ class DataLoaderShard(DataLoader[Any]):
             non_blocking=non_blocking,
             rng_types=rng.check_rng_types(rng_types),
             generator=synchronized_generator,
-            skip_batches=check_skip("skip_batches", skip_batches),
+            skip_batches=check_count("skip_batches", skip_batches, least=0),
+            is_stateful=use_stateful_dataloader,
+            per_message=check_count("batches_per_message", batches_per_message, least=1),
             comm=comm,
         )
-        shard = BatchSamplerShard(loader.batch_sampler or loader.sampler, even_batches=False)
-        self._adopt(loader, shard, settings)
+        self._adopt(loader, whole_feed(loader, worker_split), settings)
 
     @classmethod
-    def over(
-        cls, loader: DataLoader[Any], shard: BatchSamplerShard, settings: Settings
-    ) -> DataLoaderShard:
-        """Make one around a clone of a user's loader, with the batches of a shard.
+    def over(cls, loader: DataLoader[Any], feed: Feed, settings: Settings) -> DataLoaderShard:
+        """Make one around a clone of a user's loader, with the passes of a feed.
 
         Args:
             loader: The user's; it stays as it is.
-            shard: Divides the batches of an epoch.
+            feed: Begins the passes.
             settings: What else is to be done.
         """
         made = cls.__new__(cls)
-        made._adopt(loader, shard, settings)
+        made._adopt(loader, feed, settings)
         return made
 
-    def _adopt(
-        self, loader: DataLoader[Any], shard: BatchSamplerShard, settings: Settings
-    ) -> None:
-        epochs = _Epochs(Progress(), epoch_parts(shard.batch_sampler, loader.dataset))
-        batches = PassBatches(shard, epochs)
+    def _adopt(self, loader: DataLoader[Any], feed: Feed, settings: Settings) -> None:
+        if loader.num_workers > 0 and not loader.in_order:
+            raise PlanError(
+                "`in_order` must be True for ranks to know which batch they are at, got False. "
+                "Leave it out."
+            )
+        parts = feed.epoch_parts()
+        if isinstance(loader.dataset, HasEpoch) and not any(p is loader.dataset for p in parts):
+            parts.append(loader.dataset)
+        epochs = _Epochs(Progress(), parts)
+        sampler = feed.batches.sampler if isinstance(feed, IndexFeed) else loader.sampler
+        batches = PassBatches(feed, sampler, epochs)
         inner = copy.copy(loader)
         # A DataLoader refuses to have these set; a clone that has not iterated may take them.
-        if loader.batch_sampler is None:
-            inner.__dict__.update(sampler=batches, _iterator=None)
-        else:
-            inner.__dict__.update(sampler=batches.sampler, batch_sampler=batches, _iterator=None)
-        for name, value in (
-            ("_inner", inner),
-            ("_shard", shard),
-            ("_settings", settings),
-            ("_epochs", epochs),
-            ("_batches", batches),
-        ):
+        inner.__dict__.update(sampler=batches.sampler, _iterator=None)
+        if loader.batch_sampler is not None:
+            inner.__dict__["batch_sampler"] = batches
+        elif isinstance(feed, IndexFeed):
+            inner.__dict__["sampler"] = batches
+        own = {"_inner": inner, "_feed": feed, "_settings": settings, "_epochs": epochs}
+        for name, value in {**own, "_batches": batches, "_skip_once": 0}.items():
             object.__setattr__(self, name, value)
 
     # -- what torch's loader has -------------------------------------------------------------
@@ -259,15 +294,27 @@ class DataLoaderShard(DataLoader[Any]):
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute of the loader that iterates."""
-        setattr(self._inner, name, value)
+        if name in DataLoaderShard._OWN:
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self._inner, name, value)
 
     def __delattr__(self, name: str) -> None:
         """Delete an attribute of the loader that iterates."""
         delattr(self._inner, name)
 
     def __len__(self) -> int:
-        """Count the batches of a full pass on this rank, or raise TypeError on every rank."""
-        return max(0, len(self._shard) - self._settings.skip_batches)
+        """Count the batches of a full pass on this rank, or raise TypeError on every rank.
+
+        A loader from `skip_first_batches` answers for its next pass.
+        """
+        return max(0, len(self._feed) - max(self._settings.skip_batches, self._skip_once))
+
+    @property
+    def _iterator(self) -> Any:  # type: ignore[override]  # set through __setattr__
+        """The iterator that torch's loader keeps while its workers are kept."""
+        kept: Any = self._inner._iterator
+        return kept.torch_iterator if isinstance(kept, Messages) else kept
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what belongs to a pass under way: its iterator, its workers."""
@@ -285,24 +332,24 @@ class DataLoaderShard(DataLoader[Any]):
     @property
     def shard(self) -> Shard:
         """Which part of the data this loader reads, of how many."""
-        return self._shard.shard
+        return self._feed.shard
 
     @property
     def plan(self) -> ShardPlan:
         """The plan of a full epoch; ``num_samples`` is None where the length is not known."""
-        return self._shard.plan
+        return self._feed.plan
 
     @property
     def end_of_dataloader(self) -> bool:
         """Whether the batch that is out is the last of its pass."""
         run = self._epochs.progress.run
-        return run is not None and run.step > 0 and run.step == run.counts.num_steps
+        return run is not None and run.step > 0 and run.step == run.record.num_steps
 
     @property
     def valid_rows(self) -> int:
         """Real rows of the batch that is out; they come first. 0 when no batch is out."""
         run = self._epochs.progress.run
-        return run.counts.valid_rows(run.step - 1) if run is not None and run.step else 0
+        return run.record.valid_rows(run.step - 1) if run is not None and run.step else 0
 
     @property
     def remainder(self) -> int:
@@ -310,18 +357,18 @@ class DataLoaderShard(DataLoader[Any]):
 
         Known for loaders of known length; -1 for others.
         """
-        plan = self._shard.plan
+        plan = self._feed.plan
         return -1 if plan.num_samples is None else plan.remainder
 
     @property
     def total_batch_size(self) -> int | None:
         """Rows of a full step over all ranks; None if batches have no declared size."""
-        return self._shard.global_batch_size
+        return self._feed.global_batch_size
 
     @property
     def total_dataset_length(self) -> int | None:
         """Samples in the epoch's order; None if that is not known."""
-        return self._shard.num_samples
+        return self._feed.num_samples
 
     @property
     def remaining_steps(self) -> int:
@@ -331,10 +378,10 @@ class DataLoaderShard(DataLoader[Any]):
             TypeError: If that is not known.
         """
         run = self._epochs.progress.run
-        if run is not None and run.counts.num_steps is not None:
-            return run.counts.num_steps - run.step
+        if run is not None and run.record.num_steps is not None:
+            return run.record.num_steps - run.step
         consumed = self._epochs.progress.upcoming.consumed
-        return self._shard.plan.seek(consumed).num_steps if consumed else len(self)
+        return self._feed.plan.seek(consumed).num_steps if consumed else len(self)
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch of the next pass, and tell samplers and data set.
@@ -347,7 +394,19 @@ class DataLoaderShard(DataLoader[Any]):
         """
         self._epochs.set_epoch(epoch)
 
-    def wrap_batch_sampler(self, wrap: Callable[[BatchSampler], BatchSampler]) -> None:
+    def skipping(self, steps: int) -> DataLoaderShard:
+        """Return a loader like this one whose next pass starts after some steps.
+
+        Args:
+            steps: Steps of this loader to leave out, zero or more; later passes are full.
+        """
+        made = DataLoaderShard.__new__(DataLoaderShard)
+        made._adopt(self._inner, self._feed, self._settings)
+        made._epochs.progress.jump(self._epochs.progress.upcoming)
+        made._skip_once = steps
+        return made
+
+    def wrap_batch_sampler(self, wrap: Callable[[Any], BatchSampler]) -> None:
         """Put a wrapper of the caller's around the batch sampler that the loader iterates.
 
         Args:
@@ -361,7 +420,8 @@ class DataLoaderShard(DataLoader[Any]):
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         """Start a pass at its first ``next``.
 
-        Collective: the first ``next`` is, on a loader that is divided among ranks.
+        Collective: the first ``next`` is, on a loader that is divided among ranks. Where ranks read
+        parts of a stream that may end at different steps, some later ones are too.
         """
         pass_ = self._agree_on_pass()
         run = self._epochs.progress.begin(pass_)
@@ -384,80 +444,198 @@ class DataLoaderShard(DataLoader[Any]):
         return self._settings.comm or current_comm()
 
     def _agree_on_pass(self) -> Pass:
-        """Draw the upcoming pass, and make sure that all ranks have drawn the same."""
-        settings, cursor = self._settings, self._epochs.progress.upcoming
+        """Begin the upcoming pass, and make sure that all ranks begin the same."""
+        settings, feed, cursor = self._settings, self._feed, self._epochs.progress.upcoming
         self._epochs.tell(cursor.epoch)
-        if settings.is_simulation:
-            return self._draw(cursor.consumed, 0)[0]
-        comm = self._comm()
-        if settings.rng_types and not self._shard.is_by_value:
-            rng.synchronize(settings.rng_types, comm, generator=settings.generator)
-        is_compared = comm.world_size > 1 and self._shard.shard.count > 1
-        look = _LOOK if is_compared and not self._shard.is_by_value else 0
+        skipped = max(settings.skip_batches if not cursor.consumed else 0, self._skip_once)
+        comm = None if settings.is_simulation else self._comm()
+        is_known = feed.is_by_value or feed.is_cut or comm is None or comm.world_size == 1
+        look = 0 if is_known else _LOOK
+        if comm is not None and settings.rng_types:
+            # An order that is a function of (seed, epoch) needs nobody's generator.
+            kinds = [kind for kind in settings.rng_types if look or kind != "generator"]
+            rng.synchronize(kinds, comm, generator=settings.generator)
 
-        def draw() -> tuple[Pass, tuple[int, ...]]:
-            pass_, head = self._draw(cursor.consumed, look)
+        def begin() -> tuple[Pass, tuple[int, ...]]:
+            pass_, head = feed.begin(cursor.consumed, look=look)
             print_ = zlib.crc32(repr(head).encode()) if look else 0
-            return pass_, (cursor.epoch, cursor.consumed, settings.seed, print_)
+            position = 0 if feed.is_cut else cursor.consumed + skipped
+            facts = (cursor.epoch, position, settings.seed, print_)
+            return (pass_.after(skipped) if skipped else pass_), facts
 
-        if not is_compared:
-            return draw()[0]
-        subject = f"the loader over {type(self._shard.sampler).__name__}"
-        return agree_on(comm, draw, subject=subject, facts=_PASS_FACTS)[0]
-
-    def _draw(self, consumed: int, look: int) -> tuple[Pass, list[Any]]:
-        pass_, head = self._shard.begin(consumed, look=look)
-        skipped = self._settings.skip_batches
-        return (pass_.after(skipped) if skipped and not consumed else pass_), head
+        if comm is None or comm.world_size == 1:
+            pass_ = begin()[0]
+        else:
+            subject = f"the loader over {self._batches.name}"
+            pass_ = agree_on(comm, begin, subject=subject, facts=_PASS_FACTS)[0]
+        self._skip_once = 0
+        return pass_
 
     def _fetch(self, pass_: Pass, run: Run) -> Iterator[Any]:
-        """Let the user's own ``__iter__`` make the batches of a pass, then move them."""
+        """Let the user's own ``__iter__`` make the batches of a pass, then see to them."""
         inner, settings = self._inner, self._settings
-        self._batches.offered = pass_
-        inner.__dict__["_get_iterator"] = partial(self._open, run.epoch)
+        records: deque[tuple[int, int]] = deque()
+        self._batches.offer(pass_)
+        inner.__dict__["_get_iterator"] = partial(self._open, run.epoch, records)
         try:
             batches = iter(inner)
             first = list(islice(batches, 1))
         finally:
             inner.__dict__.pop("_get_iterator", None)
-            offered, self._batches.offered = self._batches.offered, None
-        if offered is not None and pass_.num_steps != 0:
+            is_asked = self._batches.withdraw(pass_)
+        if not is_asked and not isinstance(pass_, StreamPass) and pass_.num_steps != 0:
             raise PlanError(
-                f"`dataloader` must ask its sampler for its batches, got one that did not from "
+                "`dataloader` must ask its sampler for its batches, got one that did not from "
                 f"{type(inner).__name__}.__iter__. Let it iterate super().__iter__()."
             )
-        if settings.device is None:
-            return chain(first, batches)
-        move = partial(move_to_device, device=settings.device, non_blocking=settings.non_blocking)
-        return map(move, chain(first, batches))
+        kept: Any = inner._iterator
+        if isinstance(kept, Messages):
+            records = kept.records  # workers that are kept go on writing where they began
+        made: Iterator[Any] = chain(first, batches)
+        if isinstance(pass_, StreamPass):
+            return self._recorded(self._in_step(made, records), pass_)
+        if isinstance(pass_, ReadyPass):
+            made = _counted(made, pass_)
+        if pass_.num_steps is None:
+            made = _one_held_back(made)
+        return self._moved(made)
 
-    def _open(self, epoch: int) -> Any:
-        """Make torch's iterator of the loader: over a copy that reads and seeds as we need it."""
-        inner, seed, index = self._inner, self._settings.seed, self._shard.shard.index
-        opened = copy.copy(inner)
-        opened.__dict__.pop("_get_iterator", None)
-        # torch draws the workers' seeds from here; the training process's RNG is not moved.
-        generator = torch.Generator().manual_seed(worker_seed(seed, epoch, rank=index, worker=0))
-        opened.__dict__["generator"] = generator
-        if inner.num_workers > 0:
-            is_batched = inner.batch_sampler is not None
-            tasks = Tasks(inner._index_sampler, self._epochs.progress)
-            opened.__dict__.update(
-                dataset=Reader(inner.dataset, inner.collate_fn, is_batched, seed, index),
-                collate_fn=as_it_is,
-                sampler=tasks,
-                batch_sampler=None,
-                worker_init_fn=StartWorker(seed, epoch, index, inner.worker_init_fn),
-            )
-        return opened._get_iterator()
+    def _moved(self, batches: Iterator[Any]) -> Iterator[Any]:
+        device = self._settings.device
+        if device is None:
+            return batches
+        return move_batches(batches, device, non_blocking=self._settings.non_blocking)
+
+    def _in_step(
+        self, batches: Iterator[Any], records: deque[tuple[int, int]]
+    ) -> Iterator[Arrival]:
+        """Pair the batches of a stream with their records; keep ranks with own parts in step."""
+        arrivals = (Arrival(batch, *records.popleft()) for batch in batches)
+        feed = self._feed
+        is_agreed = feed.is_cut and feed.tail in (Tail.PAD, Tail.DROP)
+        comm = None if self._settings.is_simulation else self._comm()
+        if is_agreed and comm is not None and comm.world_size > 1:
+            return in_step(arrivals, comm, tail=feed.tail)
+        return mark_last(arrivals)
+
+    def _recorded(self, arrivals: Iterator[Arrival], pass_: StreamPass) -> Iterator[Any]:
+        """Write the record of each batch of a stream just before it goes out."""
+        # An arrival is a dataclass, so its batch is moved like any other nesting.
+        for arrival in self._moved(arrivals):
+            pass_.add(arrival.valid_rows, arrival.consumed, is_last=arrival.is_last)
+            yield arrival.batch
+        pass_.end()
+
+    def _open(self, epoch: int, records: deque[tuple[int, int]]) -> Any:
+        """Make the iterator that fetches: torch's own over a copy, or messages from readers."""
+        inner, feed, settings = self._inner, self._feed, self._settings
+        is_stream = isinstance(feed, StreamFeed)
+        if not (is_stream or inner.num_workers or settings.is_stateful):
+            opened = copy.copy(inner)
+            del opened.__dict__["_get_iterator"]
+            opened.__dict__["generator"] = self._generator(epoch)
+            return opened._get_iterator()
+        split = feed.worker_split if isinstance(feed, StreamFeed) else None
+        seeding = self._seeding()
+        kind = StatefulDataLoader if settings.is_stateful else DataLoader
+        readers = kind(
+            self._reader(seeding),
+            batch_size=None,
+            sampler=self._tasks(),
+            num_workers=inner.num_workers,
+            collate_fn=as_it_is,
+            pin_memory=inner.pin_memory,
+            timeout=inner.timeout,
+            worker_init_fn=StartWorker(seeding, epoch, inner.worker_init_fn, split),
+            multiprocessing_context=inner.multiprocessing_context,
+            generator=self._generator(epoch),
+            prefetch_factor=self._prefetch(),
+            persistent_workers=inner.persistent_workers,
+        )
+        num_readers = max(1, inner.num_workers)
+        return Messages(readers, num_readers=num_readers, records=records)
+
+    def _generator(self, epoch: int) -> torch.Generator:
+        """Make what torch draws from to start a pass, so that no RNG of the process moves."""
+        seed = worker_seed(self._settings.seed, epoch, rank=self._feed.shard.index, worker=0)
+        return torch.Generator().manual_seed(seed)
+
+    def _seeding(self) -> Seeding:
+        """Say what readers draw from: where all read the same stream, all draw the same."""
+        is_shared = isinstance(self._feed, StreamFeed) and not self._feed.is_cut
+        index = 0 if is_shared else self._feed.shard.index
+        return Seeding(self._settings.seed, index, is_shared)
+
+    def _reader(self, seeding: Seeding) -> Any:
+        inner, feed = self._inner, self._feed
+        if isinstance(feed, StreamFeed):
+            is_batched = feed.batch_size is not None
+            plan, split = feed.dealt, feed.worker_split
+            return StreamReader(feed.dataset, inner.collate_fn, is_batched, seeding, plan, split)
+        return MapReader(inner.dataset, inner.collate_fn, inner.batch_sampler is not None, seeding)
+
+    def _tasks(self) -> Any:
+        inner, progress = self._inner, self._epochs.progress
+        counts = {"per_message": self._settings.per_message, "num_workers": inner.num_workers}
+        if isinstance(self._feed, StreamFeed):
+            return StreamTasks(progress, **counts)
+        index_batches = inner.sampler if inner.batch_sampler is None else inner.batch_sampler
+        return MapTasks(index_batches, progress, **counts)
+
+    def _prefetch(self) -> int | None:
+        """Say how many messages each worker has in flight: as many batches as without packing."""
+        wanted = self._inner.prefetch_factor
+        return None if wanted is None else max(1, -(-wanted // self._settings.per_message))
 
 
-def check_skip(name: str, steps: int) -> int:
-    """Check a number of steps to skip.
+def _counted(batches: Iterator[Any], pass_: ReadyPass) -> Iterator[Any]:
+    """Note how many rows each ready batch has."""
+    for step, batch in enumerate(batches):
+        pass_.note(step, count_rows(batch) or 1)
+        yield batch
+
+
+def _one_held_back(batches: Iterator[Any]) -> Iterator[Any]:
+    """Hand out each batch when the next is there, so that the end is known with the last one."""
+    for held in batches:
+        for following in batches:
+            yield held
+            held = following  # noqa: PLW2901  # the one in hand is always the latest
+        yield held
+
+
+def whole_feed(loader: DataLoader[Any], worker_split: str = "auto") -> Feed:
+    """Make the feed of a loader that is not divided.
+
+    Args:
+        loader: The user's loader.
+        worker_split: For a stream, who divides it among workers.
+    """
+    tail = Tail.DROP if loader.drop_last else Tail.UNEVEN
+    if isinstance(loader.dataset, IterableDataset):
+        return StreamFeed(
+            dataset=loader.dataset,
+            batch_size=loader.batch_size,
+            shard=Shard(0, 1),
+            split=Split.WHOLE,
+            tail=tail,
+            is_cut=False,
+            worker_split=check_worker_split(worker_split),
+        )
+    if loader.batch_sampler is None:
+        each = BatchSampler(loader.sampler, 1, drop_last=False)
+        return IndexFeed(BatchSamplerShard(each, tail=tail), is_ready=True)
+    if getattr(loader.batch_sampler, "drop_last", False):
+        tail = Tail.DROP
+    return IndexFeed(BatchSamplerShard(loader.batch_sampler, tail=tail))
+
+
+def check_count(name: str, count: int, *, least: int) -> int:
+    """Check a number of things.
 
     Raises:
-        PlanError: If it is negative.
+        PlanError: If it is too small.
     """
-    if steps < 0:
-        raise PlanError(f"`{name}` must be zero or more, got {steps}.")
-    return steps
+    if count < least:
+        raise PlanError(f"`{name}` must be at least {least}, got {count}.")
+    return count

@@ -96,7 +96,7 @@ class TensorOrder:
             taken = self._samples[positions.start : positions.stop]
         else:
             taken = self._samples[torch.as_tensor(positions, dtype=torch.int64)]
-        return taken.tolist()  # type: ignore[no-any-return]
+        return taken.tolist()
 
     def runs(self, first: int, *, stride: int, width: int, count: int) -> Iterator[list[int]]:
         """Yield rows of a strided view, many at a time."""

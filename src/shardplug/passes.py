@@ -14,28 +14,19 @@ from typing import Any, Protocol, final
 
 from shardplug.errors import PlanError
 from shardplug.orders import Order
+from shardplug.plan.cursor import PassRecord
 from shardplug.plan.deal import Part
 from shardplug.plan.split import ShardPlan
 
 
-class Pass(Protocol):
-    """One pass of one shard over an epoch. Steps count from zero, from where the pass started."""
-
-    @property
-    def num_steps(self) -> int | None:
-        """Steps of the pass; None while that is not known."""
+class Pass(PassRecord, Protocol):
+    """One pass of one shard over an epoch."""
 
     def __iter__(self) -> Iterator[Any]:
         """Yield the index batch of each step; only once."""
 
     def after(self, steps: int) -> Pass:
         """Return this pass without its first steps; this one is used up."""
-
-    def valid_rows(self, step: int) -> int:
-        """Count the real rows of a step that has been asked for; they come first in its batch."""
-
-    def consumed(self, step: int) -> int:
-        """Count what all shards have consumed of the global order before a step."""
 
 
 @final
@@ -140,3 +131,135 @@ class WalkedPass:
     def consumed(self, step: int) -> int:
         """Count what was consumed before a step, when the one before has been walked."""
         return self._consumed[step]
+
+
+@final
+class PaddedPass:
+    """A pass over positions of which only the first ``num_real`` are real samples.
+
+    For samplers that pad by themselves, at the end of their order.
+    """
+
+    def __init__(self, inner: SampledPass, num_real: int) -> None:
+        self._inner = inner
+        self._num_real = num_real
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of the pass."""
+        return self._inner.num_steps
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """Yield the index batches of the pass inside."""
+        return iter(self._inner)
+
+    def after(self, steps: int) -> PaddedPass:
+        """Jump: nothing is looked up on the way."""
+        return PaddedPass(self._inner.after(steps), self._num_real)
+
+    def valid_rows(self, step: int) -> int:
+        """Count the rows of a step that stand before the padding."""
+        positions = self._inner.plan.positions(step)
+        return sum(position < self._num_real for position in positions)
+
+    def consumed(self, step: int) -> int:
+        """Count the samples consumed before a step."""
+        return min(self._inner.consumed(step), self._num_real)
+
+
+@final
+class ReadyPass:
+    """A pass over single indices, each of which stands for a batch that the data set has ready.
+
+    How many rows such a batch has is only known when it is there: `note` takes it down.
+    """
+
+    def __init__(self, inner: Pass) -> None:
+        self._inner = inner
+        self._rows: dict[int, int] = {}
+
+    @property
+    def num_steps(self) -> int | None:
+        """Steps of the pass; None while that is not known."""
+        return self._inner.num_steps
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield the index of each step."""
+        return (rows[0] for rows in self._inner)
+
+    def after(self, steps: int) -> ReadyPass:
+        """Skip the first steps."""
+        return ReadyPass(self._inner.after(steps))
+
+    def note(self, step: int, rows: int) -> None:
+        """Take down the rows of the batch of a step; only the latest two are kept."""
+        self._rows = {step: rows, step - 1: self._rows.get(step - 1, 0)}
+
+    def valid_rows(self, step: int) -> int:
+        """Count the rows of the batch of one of the latest steps, none if it is a repeat."""
+        return self._rows.get(step, 1) if self._inner.valid_rows(step) else 0
+
+    def consumed(self, step: int) -> int:
+        """Count the batches consumed before a step."""
+        return self._inner.consumed(step)
+
+
+@final
+class StreamPass:
+    """The record of a pass over a stream, written as batches are handed out.
+
+    Args:
+        start: What was consumed before the pass.
+        first_step: Steps of the pass that are left out.
+        num_steps: How many steps follow, None if only the end will tell.
+    """
+
+    def __init__(self, start: int, *, first_step: int = 0, num_steps: int | None = None) -> None:
+        self.start = start
+        self.first_step = first_step
+        self._num_steps = num_steps
+        self._steps = 0
+        self._latest = (0, start)
+
+    @property
+    def num_steps(self) -> int | None:
+        """Steps of the pass; None while that is not known."""
+        return self._num_steps
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield nothing: a stream has no index batches."""
+        return iter(())
+
+    def after(self, steps: int) -> StreamPass:
+        """Leave the first steps out: they are read through, not made into batches."""
+        left = None if self._num_steps is None else max(0, self._num_steps - steps)
+        return StreamPass(self.start, first_step=self.first_step + steps, num_steps=left)
+
+    def add(self, valid_rows: int, consumed: int, *, is_last: bool) -> None:
+        """Record the step whose batch is handed out next."""
+        self._steps += 1
+        self._latest = (valid_rows, consumed)
+        if is_last:
+            self.end()
+
+    def end(self) -> None:
+        """Note that no further step comes.
+
+        Raises:
+            PlanError: If the stream had promised another length.
+        """
+        if self._num_steps not in (None, self._steps):
+            raise PlanError(
+                "`dataset` must yield as many samples as its length says, got an end after "
+                f"{self._steps} steps instead of {self._num_steps}. Correct its __len__, or remove "
+                "it."
+            )
+        self._num_steps = self._steps
+
+    def valid_rows(self, step: int) -> int:
+        """Count the real rows of the latest step."""
+        return self._latest[0]
+
+    def consumed(self, step: int) -> int:
+        """Count what was consumed up to the latest step, or before the first."""
+        return self._latest[1]

@@ -2,22 +2,40 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
+from torch.utils.data.distributed import DistributedSampler
+from torchdata.stateful_dataloader import StatefulDataLoader
 
-from shardplug import rng
 from shardplug.comm import Comm, SoloComm, agree_on
 from shardplug.comm_torch import current_comm, local_device, mesh_coordinate
 from shardplug.errors import PlanError, ShardplugWarning
-from shardplug.loader import DataLoaderShard, Settings
+from shardplug.feeds import (
+    BroadcastBatches,
+    BroadcastSampler,
+    Feed,
+    IndexFeed,
+    num_real_samples,
+)
+from shardplug.loader import DataLoaderShard, Settings, check_count, whole_feed
 from shardplug.plan.shard import Shard, shard_on_mesh
-from shardplug.plan.split import Tail
-from shardplug.samplers import BatchSamplerShard, SeedableRandomSampler, choose_tail
+from shardplug.plan.split import Split, Tail
+from shardplug.rng import check_rng_types, draw_seed
+from shardplug.samplers import (
+    BatchSamplerShard,
+    SeedableRandomSampler,
+    SkipBatchSampler,
+    choose_tail,
+    is_by_value,
+)
+from shardplug.streams import StreamFeed, is_cut_by_node, own_part, splits_by_worker
+from shardplug.worker_info import WorkerSplit, check_worker_split
 
 _LOADER_FACTS: dict[str, str | None] = {
     "seed": None,  # rank 0's is taken
@@ -42,17 +60,23 @@ def prepare_data_loader(
     use_seedable_sampler: bool = False,
     data_seed: int | None = None,
     non_blocking: bool = False,
+    use_stateful_dataloader: bool = False,
     torch_device_mesh: Any = None,
     *,
     tail: str | None = None,
+    already_sharded: bool | None = None,
+    sync_order: str = "agree",
     data_axes: Sequence[str] | None = None,
+    worker_split: str = "auto",
+    batches_per_message: int = 1,
     comm: Comm | None = None,
 ) -> DataLoaderShard:
     """Make a loader whose batches on each rank are that rank's part of every epoch.
 
     The user's loader is cloned, never changed or rebuilt: its data set, collate function, worker
     settings and class stay. A RandomSampler becomes a `SeedableRandomSampler`: the order of an
-    epoch is a function of (seed, epoch), agreed across ranks by value.
+    epoch is a function of (seed, epoch), agreed across ranks by value. A loader that was prepared
+    before comes back as it is.
 
     Collective: every rank must call it, unless ``num_processes`` and ``process_index`` name another
     place than this process's own: then it is a simulation and nothing is asked of other ranks.
@@ -76,11 +100,22 @@ def prepare_data_loader(
             the user's generator, else rank 0's ``torch.initial_seed()``. False: that of the user's
             generator, else one draw of rank 0's torch RNG.
         data_seed: See ``use_seedable_sampler``; has no effect without it, which a warning says.
-        non_blocking: Whether moves to the device may overlap with what comes after.
+        non_blocking: Whether moves to the device may overlap with what comes after; with
+            ``pin_memory`` and CUDA, one batch ahead on a stream of its own.
+        use_stateful_dataloader: Read through torchdata's StatefulDataLoader, for data sets and
+            workers with a state of their own. The loader must be a plain DataLoader.
         torch_device_mesh: A DeviceMesh; ranks that differ only in model axes read the same batches.
         tail: "pad", "drop", "uneven" or "exact" says what happens at the end, and wins over
             ``even_batches`` and the loader's ``drop_last``.
+        already_sharded: True: the loader yields this rank's part, and is not cut again. None: found
+            out for DistributedSampler, and for Hugging Face streams from
+            ``split_dataset_by_node``. A stream that reads its own rank cannot be seen.
+        sync_order: For samplers whose order is not a function of (seed, epoch). "agree": the start
+            of it is compared across ranks at each pass. "broadcast": rank 0's order is sent.
         data_axes: The mesh axes that divide the data, where their names do not tell.
+        worker_split: Who divides a stream among workers: "shardplug", "dataset" (by
+            ``get_worker_info()``), or "auto" to find out by watching.
+        batches_per_message: Most batches that one message from a worker carries, at least 1.
         comm: The ranks; None: those of this process.
 
     Returns:
@@ -90,6 +125,13 @@ def prepare_data_loader(
         PlanError: If an argument does not fit; before any data is read.
         CommError: If ranks were given different loaders, or another rank failed.
     """
+    if isinstance(dataloader, DataLoaderShard):
+        return dataloader
+    if dispatch_batches:
+        raise PlanError(
+            "`dispatch_batches` must be False or None, got True. Leave it out: each rank reads its "
+            "own part."
+        )
     ranks = current_comm() if comm is None else comm
     own = own_shard(ranks, torch_device_mesh, data_axes)
     shard = Shard(
@@ -99,60 +141,228 @@ def prepare_data_loader(
     is_simulation = shard != own
     _warn_of_no_effect(slice_fn_for_dispatch, use_seedable_sampler, data_seed)
 
-    def prepare() -> tuple[tuple[BatchSamplerShard, Settings], Sequence[int]]:
-        loader = _check_loader(dataloader)
-        seed = _choose_seed(loader, data_seed if use_seedable_sampler else None, use_seedable_sampler)
-        batches = _seeded(loader, seed)
-        mode = choose_tail(
-            tail, even_batches=even_batches, drop_last=getattr(batches, "drop_last", False)
+    def prepare() -> tuple[tuple[Feed, Settings], Sequence[int]]:
+        loader = _check_loader(dataloader, is_plain=use_stateful_dataloader)
+        seed = _choose_seed(
+            loader, data_seed if use_seedable_sampler else None, use_seedable_sampler
         )
-        if shard.count == 1 and mode is Tail.PAD:
-            mode = Tail.UNEVEN  # alone there is nobody to be even with
-        divided = BatchSamplerShard(
-            batches, shard.count, shard.index, split_batches, even_batches, tail=mode
+        feed = make_feed(
+            loader,
+            Division(
+                shard=shard,
+                split=Split.SLICE if split_batches else Split.WHOLE,
+                tail=choose_tail(tail, even_batches=even_batches, drop_last=_drops_last(loader)),
+                already_sharded=already_sharded,
+                broadcast=None if _check_sync_order(sync_order) == "agree" else ranks,
+                worker_split=check_worker_split(worker_split),
+            ),
         )
         settings = Settings(
             seed=seed,
             device=_choose_device(device) if put_on_device else None,
             non_blocking=non_blocking,
-            rng_types=rng.check_rng_types(rng_types),
+            rng_types=check_rng_types(rng_types),
             generator=_find_generator(loader),
+            is_stateful=use_stateful_dataloader or isinstance(loader, StatefulDataLoader),
+            per_message=check_count("batches_per_message", batches_per_message, least=1),
             is_simulation=is_simulation,
             comm=comm,
         )
+        num_samples = None if feed.is_cut else feed.num_samples
         facts = (
             seed,
-            -1 if divided.num_samples is None else divided.num_samples,
-            divided.batch_size or 0,
-            2 * list(Tail).index(mode) + split_batches,
+            -1 if num_samples is None else num_samples,
+            feed.batch_size or 0,
+            2 * list(Tail).index(feed.tail) + split_batches,
             shard.count,
         )
-        return (divided, settings), facts
+        return (feed, settings), facts
 
-    (divided, settings), agreed = agree_on(
+    (feed, settings), agreed = agree_on(
         SoloComm() if is_simulation else ranks, prepare, subject="the loader", facts=_LOADER_FACTS
     )
-    if agreed[0] != settings.seed:
-        settings = replace(settings, seed=agreed[0])
-        divided = divided.over(_seeded(dataloader, agreed[0]))
-    return DataLoaderShard.over(dataloader, divided, settings)
+    settings = replace(settings, seed=agreed[0])
+    return DataLoaderShard.over(dataloader, seeded(feed, settings.seed), settings)
+
+
+def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> DataLoader[Any]:
+    """Return a loader whose next pass starts after some steps; later passes are full.
+
+    Every setting is kept. Orders that can be looked up jump, and nothing is loaded or transformed
+    on the way; streams are read through without being collated or moved.
+
+    Args:
+        dataloader: A prepared loader, or a plain DataLoader, which stays as it is.
+        num_batches: Steps of this loader to leave out, zero or more.
+
+    Returns:
+        The loader, of the same class unless it is a plain one over a stream; its ``len`` answers
+        for its next pass, until that has begun.
+
+    Raises:
+        PlanError: If an argument does not fit.
+    """
+    loader = _check_loader(dataloader, is_plain=False)
+    check_count("num_batches", num_batches, least=0)
+    if isinstance(loader, DataLoaderShard):
+        return loader.skipping(num_batches)
+    if isinstance(loader.dataset, IterableDataset):
+        settings = Settings(seed=draw_seed(), is_simulation=True)
+        return DataLoaderShard.over(loader, whole_feed(loader), settings).skipping(num_batches)
+    clone = copy.copy(loader)
+    name = "sampler" if loader.batch_sampler is None else "batch_sampler"
+    skipping = SkipBatchSampler(getattr(loader, name), num_batches, is_once=True)
+    # A DataLoader refuses to have these set; a clone that has not iterated may take them.
+    clone.__dict__.update({name: skipping, "_iterator": None})
+    return clone
 
 
 def own_shard(comm: Comm, mesh: Any, data_axes: Sequence[str] | None) -> Shard:
     """Find this process's part: its place on the data axes of the mesh, else its rank."""
     if mesh is None:
+        if data_axes is not None:
+            raise PlanError(
+                f"`data_axes` must come with a mesh, got {tuple(data_axes)} without one. "
+                "Pass torch_device_mesh, or leave it out."
+            )
         return Shard(comm.rank, comm.world_size)
     axes, sizes, coordinate = mesh_coordinate(mesh)
     return shard_on_mesh(axes, sizes, coordinate=coordinate, data_axes=data_axes)
 
 
-def _check_loader(dataloader: Any) -> DataLoader[Any]:
+@dataclass(frozen=True, slots=True)
+class Division:
+    """How a loader's data is to be divided.
+
+    Attributes:
+        shard: Which part, of how many.
+        split: How batches are divided.
+        tail: What happens at an uneven end.
+        already_sharded: Whether the loader yields this rank's part; None to find out.
+        broadcast: The ranks, if they follow rank 0's order; None if each draws its own.
+        worker_split: Who divides a stream among workers.
+    """
+
+    shard: Shard
+    split: Split
+    tail: Tail
+    already_sharded: bool | None
+    broadcast: Comm | None
+    worker_split: WorkerSplit
+
+
+def make_feed(loader: DataLoader[Any], division: Division) -> Feed:
+    """Make the feed of a loader.
+
+    Raises:
+        PlanError: If its batches cannot be divided so.
+    """
+    if isinstance(loader.dataset, IterableDataset):
+        return _stream_feed(loader, division)
+    source: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+    inside = getattr(source, "sampler", source)
+    is_cut = division.already_sharded
+    if is_cut is None:
+        is_cut = isinstance(inside, DistributedSampler)
+    is_ready = loader.batch_sampler is None
+    if is_ready:
+        if division.split is Split.SLICE and not is_cut:
+            raise PlanError(
+                "`batch_size` must be set for batches to be split, got None. "
+                "Pass split_batches=False."
+            )
+        source = BatchSampler(source, 1, drop_last=False)
+    if is_cut:
+        tail = Tail.DROP if division.tail is Tail.DROP else Tail.UNEVEN
+        num_real = num_real_samples(inside)
+        return IndexFeed(BatchSamplerShard(source, tail=tail), is_ready, True, num_real)
+    if division.broadcast is not None and not is_by_value(inside):
+        source = _broadcast(source, division.broadcast)
+    shard, tail = division.shard, division.tail
+    if shard.count == 1 and tail is Tail.PAD:
+        tail = Tail.UNEVEN  # alone there is nobody to be even with
+    split = division.split is Split.SLICE
+    return IndexFeed(
+        BatchSamplerShard(source, shard.count, shard.index, split, tail=tail), is_ready
+    )
+
+
+def seeded(feed: Feed, seed: int) -> Feed:
+    """Let a torch RandomSampler inside a feed follow (seed, epoch)."""
+    if not isinstance(feed, IndexFeed) or feed.is_cut:
+        return feed
+    batches = feed.batches.batch_sampler
+    if type(batches) is not BatchSampler or type(batches.sampler) is not RandomSampler:
+        return feed
+    shuffle = batches.sampler
+    sampler = SeedableRandomSampler(
+        shuffle.data_source, shuffle.replacement, len(shuffle), data_seed=seed
+    )
+    follows = BatchSampler(sampler, batches.batch_size, batches.drop_last)
+    return replace(feed, batches=feed.batches.over(follows))
+
+
+def _stream_feed(loader: DataLoader[Any], division: Division) -> Feed:
+    dataset, shard, tail = loader.dataset, division.shard, division.tail
+    if loader.batch_size is None and division.split is Split.SLICE:
+        raise PlanError(
+            "`batch_size` must be set for batches to be split, got None. Pass split_batches=False."
+        )
+    is_cut = division.already_sharded
+    if is_cut is None:
+        is_cut = is_cut_by_node(dataset)
+    if not is_cut and tail is not Tail.EXACT:
+        part = own_part(dataset, shard)
+        if part is not None:
+            dataset, is_cut = part, True
+    if shard.count == 1 and tail is Tail.PAD:
+        tail = Tail.UNEVEN
+    worker_split = division.worker_split
+    if worker_split == "auto" and splits_by_worker(dataset):
+        worker_split = "dataset"
+    feed = StreamFeed(
+        dataset=dataset,
+        batch_size=loader.batch_size,
+        shard=shard,
+        split=division.split,
+        tail=tail,
+        is_cut=is_cut,
+        worker_split=worker_split,
+    )
+    _ = feed.plan  # raises where batches of this size cannot be divided so
+    return feed
+
+
+def _broadcast(source: Any, comm: Comm) -> Any:
+    if type(source) is BatchSampler:
+        sampler = BroadcastSampler(source.sampler, comm)
+        return BatchSampler(sampler, source.batch_size, source.drop_last)
+    return BroadcastBatches(source, comm)
+
+
+def _drops_last(loader: DataLoader[Any]) -> bool:
+    return bool(loader.drop_last or getattr(loader.batch_sampler, "drop_last", False))
+
+
+def _check_loader(dataloader: Any, *, is_plain: bool) -> DataLoader[Any]:
     if not isinstance(dataloader, DataLoader):
         raise PlanError(
             "`dataloader` must be a torch.utils.data.DataLoader, got "
             f"{type(dataloader).__name__}. Wrap the data in one."
         )
+    if is_plain and type(dataloader) not in (DataLoader, StatefulDataLoader):
+        raise PlanError(
+            "`dataloader` must be a plain DataLoader with use_stateful_dataloader=True, got "
+            f"{type(dataloader).__name__}: a subclass cannot be made into a stateful one. "
+            "Pass a DataLoader, or leave use_stateful_dataloader out."
+        )
     return dataloader
+
+
+def _check_sync_order(sync_order: str) -> str:
+    if sync_order not in ("agree", "broadcast"):
+        raise PlanError(f'`sync_order` must be "agree" or "broadcast", got {sync_order!r}.')
+    return sync_order
 
 
 def _warn_of_no_effect(
@@ -180,29 +390,17 @@ def _choose_seed(loader: DataLoader[Any], data_seed: int | None, use_seedable: b
     elif generator is not None:
         seed = generator.initial_seed()
     else:
-        seed = torch.initial_seed() if use_seedable else rng.draw_seed()
+        seed = torch.initial_seed() if use_seedable else draw_seed()
     return (seed + 2**63) % 2**64 - 2**63
 
 
 def _find_generator(loader: DataLoader[Any]) -> torch.Generator | None:
-    """Find the user's generator: the sampler's, else the batch sampler's, else the loader's."""
+    """Find the user's generator: the sampler's, else the batch sampler's, the stream's, torch's."""
     for owner in (loader.sampler, loader.batch_sampler, loader.dataset, loader):
         generator = getattr(owner, "generator", None)
         if isinstance(generator, torch.Generator):
             return generator
     return None
-
-
-def _seeded(loader: DataLoader[Any], seed: int) -> Any:
-    """Return the loader's batch sampler, with a shuffle that follows (seed, epoch)."""
-    batches = loader.batch_sampler
-    if type(batches) is not BatchSampler or type(batches.sampler) is not RandomSampler:
-        return batches
-    shuffle = batches.sampler
-    sampler = SeedableRandomSampler(
-        shuffle.data_source, shuffle.replacement, len(shuffle), data_seed=seed
-    )
-    return BatchSampler(sampler, batches.batch_size, batches.drop_last)
 
 
 def _choose_device(device: torch.device | str | int | None) -> torch.device:

@@ -15,10 +15,10 @@ import torch
 from torch.utils.data import (
     BatchSampler,
     RandomSampler,
-    Sampler,
     SequentialSampler,
     SubsetRandomSampler,
 )
+from torch.utils.data.distributed import DistributedSampler
 
 from shardplug.errors import PlanError
 from shardplug.orders import Order, SequenceOrder, SequentialOrder, random_order
@@ -134,6 +134,9 @@ def draw_order(
         return SequenceOrder([sampler.indices[draw] for draw in draws]), None
     if type(sampler) is RandomSampler:
         return _draw_as_random_sampler(sampler)
+    if isinstance(sampler, DistributedSampler):
+        # Short enough to be listed: it is one rank's part.
+        return SequenceOrder(list(sampler)), None
     return None
 
 
@@ -147,8 +150,12 @@ def _draw_as_random_sampler(sampler: RandomSampler) -> tuple[Order, Callable[[],
     )
     if sampler.generator is None or sampler.replacement or len(sampler) % size:
         return order, None
-    # RandomSampler draws one permutation more after its last sample, even if it needs none of it.
-    return order, lambda: random_order(size, generator=generator) and None
+
+    def draw_once_more() -> None:
+        """Draw what RandomSampler draws after its last sample, though it needs none of it."""
+        random_order(size, generator=generator)
+
+    return order, draw_once_more
 
 
 @final
@@ -237,7 +244,7 @@ class BatchSamplerShard(BatchSampler):
         return self.tail is Tail.DROP
 
     @property
-    def sampler(self) -> Any:
+    def sampler(self) -> Any:  # type: ignore[override]
         """The sampler inside the batch sampler; the batch sampler itself if there is none."""
         return getattr(self.batch_sampler, "sampler", self.batch_sampler)
 
@@ -364,6 +371,72 @@ class BatchSamplerShard(BatchSampler):
 
     def _declares_drop(self) -> bool:
         return bool(getattr(self.batch_sampler, "drop_last", False))
+
+
+@final
+class SkipBatchSampler(BatchSampler):
+    """The batches of a batch sampler but the first ones.
+
+    Over a plain ``BatchSampler`` whose sampler can be looked through, nothing is walked on the way.
+
+    Args:
+        batch_sampler: Yields batches of sample ids.
+        skip_batches: How many to leave out, zero or more.
+        is_once: Leave them out of the first pass only; later ones are full.
+
+    Raises:
+        PlanError: If ``skip_batches`` is negative.
+
+    Example:
+        >>> list(SkipBatchSampler(BatchSampler(range(7), 2, drop_last=False), 2))
+        [[4, 5], [6]]
+    """
+
+    def __init__(
+        self, batch_sampler: Iterable[Any], skip_batches: int = 0, *, is_once: bool = False
+    ) -> None:
+        if skip_batches < 0:
+            raise PlanError(f"`skip_batches` must be zero or more, got {skip_batches}.")
+        self.batch_sampler = batch_sampler
+        self.skip_batches = skip_batches
+        self._is_once = is_once
+
+    @property
+    def batch_size(self) -> Any:  # type: ignore[override]
+        """The batch size that the batch sampler declares."""
+        return getattr(self.batch_sampler, "batch_size", None)
+
+    @property
+    def drop_last(self) -> bool:  # type: ignore[override]
+        """Whether the batch sampler declares that it drops an incomplete last batch."""
+        return bool(getattr(self.batch_sampler, "drop_last", False))
+
+    @property
+    def sampler(self) -> Any:  # type: ignore[override]
+        """The sampler inside the batch sampler; the batch sampler itself if there is none."""
+        return getattr(self.batch_sampler, "sampler", self.batch_sampler)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tell the batch sampler and the sampler inside it which epoch comes next."""
+        for part in epoch_parts(self.batch_sampler):
+            part.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield what is left."""
+        skipped = self.skip_batches
+        if self._is_once:
+            self.skip_batches = 0
+        drawn = draw_order(self.sampler) if type(self.batch_sampler) is BatchSampler else None
+        if drawn is None:
+            return islice(self.batch_sampler, skipped, None)
+        order, on_exhausted = drawn
+        tail = Tail.DROP if self.drop_last else Tail.UNEVEN
+        plan = ShardPlan(len(order), self.batch_size, Shard(0, 1), tail=tail)
+        return iter(SampledPass(order, plan, on_exhausted=on_exhausted).after(skipped))
+
+    def __len__(self) -> int:
+        """Count the batches that are left, zero if all are skipped."""
+        return max(0, len(cast(Sized, self.batch_sampler)) - self.skip_batches)
 
 
 def is_by_value(sampler: Any) -> bool:

@@ -1,68 +1,114 @@
-"""What runs in a loader's worker processes.
+"""What runs where batches are made: in a loader's worker processes, or in the process itself.
 
-A task carries the epoch with the index batch, so that workers that live longer than a pass learn
-of each new epoch where they need it: before their first sample of it.
+A task says what to make and in which epoch, so that workers that live longer than a pass learn of
+each new epoch where they need it: before their first sample of it. A task may ask for several
+batches; its answer is one message.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from typing import Any, final
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Any
 
+from torch._utils import ExceptionWrapper
 from torch.utils.data import get_worker_info
+from torch.utils.data._utils.pin_memory import pin_memory
 
-from shardplug import rng
-from shardplug.plan.cursor import Progress
+from shardplug import packing, rng
+from shardplug.plan.deal import Part
 from shardplug.plan.order import worker_seed
+from shardplug.plan.split import ShardPlan
+from shardplug.rows import count_rows
 from shardplug.samplers import HasEpoch
+from shardplug.streams import open_stream
+from shardplug.worker_info import WatchedInfo, WorkerSplit, worker_place
 
 
-@final
-class Tasks:
-    """The index batches of a pass, each with its epoch, as a sampler that yields single items."""
+@dataclass(frozen=True, slots=True)
+class Message:
+    """What comes back for a task.
 
-    def __init__(self, index_batches: Iterable[Any], progress: Progress) -> None:
-        self._index_batches = index_batches
-        self._progress = progress
+    Attributes:
+        batches: As many as were asked for, fewer at the end of a stream or before a failure;
+            packed if there may be several.
+        records: For a stream: valid rows of each batch, and what is consumed after it.
+        has_ended: Whether this reader has come to the end of a stream.
+        failure: What was raised in place of the next batch.
+    """
 
-    def __iter__(self) -> Iterator[tuple[int, Any]]:
-        """Yield what a worker needs to make each batch of the pass under way."""
-        epoch = self._progress.epoch
-        for index in self._index_batches:
-            yield epoch, index
+    batches: list[Any] | packing.Packed
+    records: tuple[tuple[int, int], ...] = ()
+    has_ended: bool = False
+    failure: ExceptionWrapper | None = None
+
+    def unpacked(self) -> list[Any]:
+        """Return the batches."""
+        return self.batches if isinstance(self.batches, list) else packing.unpack(self.batches)
+
+    def pin_memory(self, device: str | None = None) -> Message:
+        """Copy the batches to page-locked memory; torch's loader asks for it."""
+        pinned = [pin_memory(batch, device) for batch in self.unpacked()]  # type: ignore[no-untyped-call]
+        return replace(self, batches=pinned)
+
+
+@dataclass(frozen=True, slots=True)
+class Seeding:
+    """What the random numbers of a reader follow, besides the epoch.
+
+    Attributes:
+        seed: Of the loader.
+        shard_index: Which part of the data the loader reads; 0 where all shards read the same and
+            must draw the same.
+        is_shared: Whether all workers of the loader read the same and must draw the same.
+    """
+
+    seed: int
+    shard_index: int
+    is_shared: bool = False
+
+    def apply(self, epoch: int, worker: int) -> int:
+        """Seed this process for an epoch; returns the seed."""
+        worker = 0 if self.is_shared else worker
+        seed = worker_seed(self.seed, epoch, rank=self.shard_index, worker=worker)
+        rng.seed_cpu(seed)
+        return seed
 
 
 @dataclass(slots=True)
-class Reader:
-    """Makes batches from tasks, in the process that holds this copy of the user's data set.
+class MapReader:
+    """Makes batches by index: a task is an epoch and one or more index batches.
 
     Attributes:
         dataset: The user's data set.
         collate: The user's collate function.
-        is_batched: Whether an index is a list of ids, to be fetched and collated together.
-        seed: Of the loader.
-        shard_index: Which part of the data this loader reads.
-        epoch: The epoch this copy was last told, None before the first.
+        is_batched: Whether an index batch is a list of ids, to be fetched and collated together.
+        seeding: What random numbers follow.
+        epoch: The epoch that this copy was told last, None before the first.
     """
 
     dataset: Any
     collate: Callable[[Any], Any]
     is_batched: bool
-    seed: int
-    shard_index: int
+    seeding: Seeding
     epoch: int | None = None
 
-    def __getitem__(self, task: tuple[int, Any]) -> Any:
-        """Make the batch of one task."""
-        epoch, index = task
+    def __getitem__(self, task: tuple[int, list[Any]]) -> Message:
+        """Make the batches of one task; what is raised ends it."""
+        epoch, index_batches = task
         if epoch != self.epoch:
-            self._enter(epoch)
-        return self.collate(self._fetch(index))
-
-    def __len__(self) -> int:
-        """Count the samples of the data set."""
-        return len(self.dataset)
+            _enter(epoch, self.dataset, None if self.epoch is None else self.seeding)
+            self.epoch = epoch
+        batches: list[Any] = []
+        failure = None
+        for index in index_batches:
+            try:
+                batches.append(self.collate(self._fetch(index)))
+            except Exception:  # noqa: BLE001  # raised again in the training process, in its turn
+                failure = _caught()
+                break
+        return Message(_packed(batches), failure=failure)
 
     def _fetch(self, index: Any) -> Any:
         if not self.is_batched:
@@ -72,15 +118,91 @@ class Reader:
             return fetch_many(index)
         return [self.dataset[sample] for sample in index]
 
-    def _enter(self, epoch: int) -> None:
-        """Take an epoch; a worker that has seen another one before is seeded anew."""
-        info = get_worker_info()
-        if self.epoch is not None and info is not None:
-            seed = worker_seed(self.seed, epoch, rank=self.shard_index, worker=info.id)
-            rng.seed_cpu(seed)
-        if isinstance(self.dataset, HasEpoch):
-            self.dataset.set_epoch(epoch)
-        self.epoch = epoch
+
+@dataclass(frozen=True, slots=True)
+class StreamTask:
+    """Asks for the batches of some steps of a pass over a stream.
+
+    Attributes:
+        epoch: The epoch of the pass.
+        number: Tells one pass from another.
+        start: The first step of the pass; those before it are left out.
+        first: The first step that is asked for.
+        count: How many steps.
+    """
+
+    epoch: int
+    number: int
+    start: int
+    first: int
+    count: int
+
+
+@dataclass(slots=True)
+class StreamReader:
+    """Makes batches by reading on; each worker reads the stream and makes the steps asked of it.
+
+    Attributes:
+        dataset: The user's data set.
+        collate: The user's collate function.
+        is_batched: Whether items are samples to be collated; else each is a batch.
+        seeding: What random numbers follow.
+        plan: How the stream is dealt among the shards.
+        worker_split: Who divides the stream among workers.
+    """
+
+    dataset: Any
+    collate: Callable[[Any], Any]
+    is_batched: bool
+    seeding: Seeding
+    plan: ShardPlan
+    worker_split: WorkerSplit
+    _number: int | None = None
+    _parts: Iterator[Part[Any]] = iter(())
+    _step: int = 0
+    _splits_itself: bool = False
+
+    def __getitem__(self, task: StreamTask) -> Message:
+        """Make the batches of one task, fewer if the stream ends; what is raised ends it."""
+        batches: list[Any] = []
+        records: list[tuple[int, int]] = []
+        failure = None
+        try:
+            for part in self._parts_of(task):
+                batch = self.collate(list(part.rows) if self.is_batched else part.rows[0])
+                valid_rows = part.valid_rows
+                if not self.is_batched:
+                    valid_rows = (count_rows(batch) or 1) if part.valid_rows else 0
+                batches.append(batch)
+                records.append((valid_rows, part.consumed))
+        except Exception:  # noqa: BLE001  # raised again in the training process, in its turn
+            failure = _caught()
+        has_ended = failure is None and len(batches) < task.count
+        return Message(_packed(batches), tuple(records), has_ended, failure)
+
+    def _parts_of(self, task: StreamTask) -> Iterator[Part[Any]]:
+        if task.number != self._number:
+            self._open(task)
+        if not self._splits_itself:
+            # Other workers make the steps in between, or they are left out.
+            skipped = task.first - self._step
+            self._step = task.first + task.count
+            for _ in islice(self._parts, skipped):
+                pass
+        return islice(self._parts, task.count)
+
+    def _open(self, task: StreamTask) -> None:
+        """Start reading for a new pass, and find out whether the data set splits itself."""
+        is_first = self._number is None
+        self._parts = iter(())  # let go of a pass that was left early before starting anew
+        self._number, self._step = task.number, 0
+        _enter(task.epoch, self.dataset, None if is_first else self.seeding)
+        self._parts, self._splits_itself = open_stream(self.dataset, self.plan, self.worker_split)
+        if self._splits_itself:
+            worker, num_workers = worker_place()
+            replace(self.seeding, is_shared=False).apply(task.epoch, worker)
+            for _ in islice(self._parts, len(range(worker, task.start, num_workers))):
+                pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,32 +210,53 @@ class StartWorker:
     """Prepares a new worker: seeds it, and runs the user's ``worker_init_fn`` as torch would.
 
     Attributes:
-        seed: Of the loader.
+        seeding: What random numbers follow.
         epoch: The epoch during which the worker starts.
-        shard_index: Which part of the data this loader reads.
         user_init: The user's ``worker_init_fn``.
+        worker_split: For a stream: who divides it among workers.
     """
 
-    seed: int
+    seeding: Seeding
     epoch: int
-    shard_index: int
     user_init: Callable[[int], None] | None
+    worker_split: WorkerSplit | None = None
 
     def __call__(self, worker: int) -> None:
         """Run in the worker, once."""
-        seed = worker_seed(self.seed, self.epoch, rank=self.shard_index, worker=worker)
         info = get_worker_info()
-        if info is not None and isinstance(info.dataset, Reader):
-            # The info is read-only for users, who expect their own data set and the seed in it.
-            object.__setattr__(info, "dataset", info.dataset.dataset)
-            object.__setattr__(info, "seed", seed)
-        rng.seed_cpu(seed)
+        assert info is not None  # torch calls this in a worker
+        seed = self.seeding.apply(self.epoch, worker)
+        # The info is read-only for users, who expect their own data set and the seed in it.
+        object.__setattr__(info, "dataset", info.dataset.dataset)  # type: ignore[attr-defined]
+        object.__setattr__(info, "seed", seed)
+        if self.worker_split is not None:
+            WatchedInfo.install(self.worker_split)
         if self.user_init is not None:
             self.user_init(worker)
 
 
-def as_it_is(batch: Any) -> Any:
-    """Return a batch that is ready: a collate function that can be sent to workers."""
-    return batch
+def as_it_is(message: Any) -> Any:
+    """Return what is ready: a collate function that can be sent to workers."""
+    return message
 
 
+def _enter(epoch: int, dataset: Any, seeding: Seeding | None) -> None:
+    """Take an epoch in a worker; one that has seen another epoch before is seeded anew."""
+    if get_worker_info() is None:
+        return  # in the training process the loader itself tells the epoch, and nobody seeds
+    if seeding is not None:
+        seeding.apply(epoch, worker_place()[0])
+    if isinstance(dataset, HasEpoch):
+        dataset.set_epoch(epoch)
+
+
+def _packed(batches: list[Any]) -> list[Any] | packing.Packed:
+    """Pack several batches for the way to the training process; one goes as it is."""
+    return batches if len(batches) < 2 or get_worker_info() is None else packing.pack(batches)
+
+
+def _caught() -> ExceptionWrapper:
+    where = f"in DataLoader worker process {worker_place()[0]}"
+    if get_worker_info() is None:
+        where = "in the training process"
+    return ExceptionWrapper(where=where)  # type: ignore[no-untyped-call]

@@ -32,35 +32,44 @@ class Cursor:
             raise PlanError(f"`consumed` must be zero or more, got {self.consumed}.")
 
 
-class Counts(Protocol):
-    """What a pass tells about its steps."""
+class PassRecord(Protocol):
+    """What a pass knows about its steps, which count from zero, from where the pass started."""
+
+    @property
+    def num_steps(self) -> int | None:
+        """Steps of the pass; None while that is not known."""
+
+    def valid_rows(self, step: int) -> int:
+        """Count the real rows of a step's batch; they come first in it."""
 
     def consumed(self, step: int) -> int:
-        """Count what has been consumed of the epoch before a step."""
+        """Count what all shards have consumed of the global order before a step."""
 
 
 class Run:
     """One pass under way.
 
     Attributes:
-        counts: What the pass tells about its steps.
+        record: What the pass knows about its steps.
         epoch: The epoch it passes over.
+        number: Tells one pass of a loader from another.
         step: Steps whose batches have been handed out.
         was_left: Whether the pass has been left: its position stands until the next one begins.
     """
 
-    __slots__ = ("counts", "epoch", "step", "was_left")
+    __slots__ = ("epoch", "number", "record", "step", "was_left")
 
-    def __init__(self, counts: Counts, epoch: int) -> None:
-        self.counts = counts
+    def __init__(self, record: PassRecord, epoch: int, number: int) -> None:
+        self.record = record
         self.epoch = epoch
+        self.number = number
         self.step = 0
         self.was_left = False
 
     @property
     def cursor(self) -> Cursor:
         """Where the pass stands: after the last batch that was handed out."""
-        return Cursor(self.epoch, self.counts.consumed(self.step))
+        return Cursor(self.epoch, self.record.consumed(self.step))
 
 
 class Progress:
@@ -81,7 +90,12 @@ class Progress:
 
     def __init__(self, start: Cursor | None = None) -> None:
         self.run: Run | None = None
+        self._passes = 0
         self._next: Cursor | None = Cursor(0) if start is None else start
+
+    def __reduce__(self) -> tuple[type[Progress], tuple[Cursor]]:
+        """Pickle where the next pass will start: a pass under way stays with this process."""
+        return Progress, (self.upcoming,)
 
     @property
     def upcoming(self) -> Cursor:
@@ -97,9 +111,10 @@ class Progress:
             return self.upcoming
         return self.run.cursor
 
-    def begin(self, counts: Counts) -> Run:
+    def begin(self, record: PassRecord) -> Run:
         """Start the upcoming pass."""
-        self.run = Run(counts, self.upcoming.epoch)
+        self._passes += 1
+        self.run = Run(record, self.upcoming.epoch, self._passes)
         self._next = None
         return self.run
 

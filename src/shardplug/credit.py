@@ -1,0 +1,127 @@
+"""Keep ranks in step whose parts of a stream end at different times.
+
+Each rank tells how many batches it has in hand and whether its part has ended; all may then take as
+many steps as every rank can cover, without another word. One small message buys up to ``AHEAD``
+steps, instead of one message for each.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import islice
+from typing import Any, final
+
+from shardplug.comm import Comm, gather_facts
+from shardplug.plan.split import Tail
+
+AHEAD = 16
+"""Most batches that a rank holds in hand to buy steps with."""
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A batch of a stream, as it arrives.
+
+    Attributes:
+        batch: What the loader yields.
+        valid_rows: How many of its rows are real.
+        consumed: What has been consumed of the stream's order after it.
+        is_last: Whether no further one comes.
+    """
+
+    batch: Any
+    valid_rows: int
+    consumed: int
+    is_last: bool = False
+
+
+def mark_last(arrivals: Iterator[Arrival]) -> Iterator[Arrival]:
+    """Mark the last arrival; each one goes out when the next one is there."""
+    for held in arrivals:
+        for following in arrivals:
+            yield held
+            held = following  # noqa: PLW2901  # the one in hand is always the latest
+        yield replace(held, is_last=True)
+
+
+def in_step(arrivals: Iterator[Arrival], comm: Comm, *, tail: Tail) -> Iterator[Arrival]:
+    """Let every rank take the same number of steps over parts of different length.
+
+    ``Tail.PAD``: a rank whose part has ended repeats its last batch, with no valid rows, until the
+    last one has. A rank without any batch is sent one of another rank's to repeat. ``Tail.DROP``:
+    all stop when the first part has ended.
+
+    Collective: every rank must iterate, to the end or to the same step.
+
+    Args:
+        arrivals: This rank's batches.
+        comm: The ranks.
+        tail: PAD or DROP.
+
+    Yields:
+        This rank's batch of each step; the last one says so.
+
+    Raises:
+        CommError: If reading failed on another rank.
+    """
+    hand = _Hand(arrivals)
+    wanted, is_end = 1, False
+    while not is_end:
+        _, by_rank = gather_facts(comm, partial(hand.fill, wanted), num_facts=3)
+        steps, is_end = _allowed_steps([(have, bool(ended)) for have, ended, _ in by_rank], tail)
+        if steps and not all(has_any for _, _, has_any in by_rank):
+            src = next(rank for rank, facts in enumerate(by_rank) if facts[2])
+            hand.borrow(comm.broadcast_object(hand.latest, src=src))
+        for step in range(steps):
+            yield hand.take(is_last=is_end and step == steps - 1)
+        wanted = min(2 * wanted, AHEAD)
+
+
+@final
+class _Hand:
+    """The batches that this rank has ready, and one to repeat when there is no other."""
+
+    def __init__(self, arrivals: Iterator[Arrival]) -> None:
+        self._arrivals = arrivals
+        self._ready: deque[Arrival] = deque()
+        self._has_ended = False
+        self.latest: Arrival | None = None
+
+    def fill(self, wanted: int) -> tuple[None, Sequence[int]]:
+        """Get batches until ``wanted`` are ready or the part has ended, and tell how it stands."""
+        missing = wanted - len(self._ready)
+        if missing > 0 and not self._has_ended:
+            got = list(islice(self._arrivals, missing))
+            self._ready.extend(got)
+            self._has_ended = len(got) < missing
+        if self.latest is None and self._ready:
+            self.latest = self._ready[0]
+        return None, (len(self._ready), self._has_ended, self.latest is not None)
+
+    def borrow(self, arrival: Arrival) -> None:
+        """Take another rank's batch to repeat where this one has none."""
+        if self.latest is None:
+            self.latest = replace(arrival, consumed=0)
+
+    def take(self, *, is_last: bool) -> Arrival:
+        """Hand out the next batch, or the latest one again without a valid row."""
+        if self._ready:
+            self.latest = self._ready.popleft()
+        elif self.latest is not None:
+            self.latest = replace(self.latest, valid_rows=0)
+        assert self.latest is not None  # a rank that takes steps has a batch, or was lent one
+        return replace(self.latest, is_last=is_last)
+
+
+def _allowed_steps(hands: Sequence[tuple[int, bool]], tail: Tail) -> tuple[int, bool]:
+    """Count the steps that all ranks can take now, and tell whether the pass ends with them."""
+    if tail is Tail.DROP:
+        steps = min(have for have, _ in hands)
+        return steps, any(has_ended and have == steps for have, has_ended in hands)
+    running = [have for have, has_ended in hands if not has_ended]
+    if running:
+        return min(running), False
+    return max(have for have, _ in hands), True

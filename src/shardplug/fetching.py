@@ -1,0 +1,142 @@
+"""How a pass gets its batches made: tasks go out to readers, messages come back in order.
+
+Readers run in the worker processes of a torch DataLoader, which moves tasks and messages; without
+workers they run in this process.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from typing import Any, final
+
+from torch.utils.data import DataLoader
+
+from shardplug.passes import StreamPass
+from shardplug.plan.cursor import Progress
+from shardplug.workers import Message, StreamTask
+
+
+def message_sizes(per_message: int, num_workers: int) -> Iterator[int]:
+    """Yield how many batches each message carries: 1, 2, 4, ... ``per_message``, worker by worker.
+
+    The first batch comes as early as if each came alone.
+    """
+    size = 1
+    while True:
+        for _ in range(max(1, num_workers)):
+            yield size
+        size = min(2 * size, per_message)
+
+
+@final
+class MapTasks:
+    """The index batches of the pass under way, as tasks for a `MapReader`."""
+
+    def __init__(
+        self,
+        index_batches: Iterable[Any],
+        progress: Progress,
+        *,
+        per_message: int,
+        num_workers: int,
+    ) -> None:
+        self._index_batches = index_batches
+        self._progress = progress
+        self._per_message = per_message
+        self._num_workers = num_workers
+
+    def __iter__(self) -> Iterator[tuple[int, list[Any]]]:
+        """Yield tasks; every pass begins anew."""
+        epoch = self._progress.epoch
+        index_batches = iter(self._index_batches)
+        for size in message_sizes(self._per_message, self._num_workers):
+            chunk = list(islice(index_batches, size))
+            if not chunk:
+                return
+            yield epoch, chunk
+
+
+@final
+class StreamTasks:
+    """The steps of the pass under way, without end, as tasks for a `StreamReader`."""
+
+    def __init__(self, progress: Progress, *, per_message: int, num_workers: int) -> None:
+        self._progress = progress
+        self._per_message = per_message
+        self._num_workers = num_workers
+
+    def __iter__(self) -> Iterator[StreamTask]:
+        """Yield tasks; every pass begins anew."""
+        run = self._progress.run
+        assert run is not None and isinstance(run.record, StreamPass)  # a pass has begun
+        start = first = run.record.first_step
+        for size in message_sizes(self._per_message, self._num_workers):
+            yield StreamTask(run.epoch, run.number, start, first, size)
+            first += size
+
+
+@final
+class Messages:
+    """The batches in the messages of a loader of readers, one by one.
+
+    It takes the place of torch's iterator in the loader that the user's ``__iter__`` knows.
+
+    Args:
+        readers: The loader whose data set is a reader; iterated anew by `_reset`.
+        num_readers: Readers that take turns, at least 1.
+        records: Where the records of a stream's batches go, in the order of the batches.
+
+    Attributes:
+        records: As given.
+    """
+
+    def __init__(
+        self, readers: DataLoader[Any], *, num_readers: int, records: deque[tuple[int, int]]
+    ) -> None:
+        self._readers = readers
+        self._num_readers = num_readers
+        self.records = records
+        self._reset()
+
+    def _reset(self, loader: Any = None) -> None:
+        """Start a pass; torch's DataLoader calls it where workers are kept."""
+        self._source = iter(self._readers)
+        self._batches: deque[Any] = deque()
+        self.records.clear()  # of a pass that was left early
+        self._failure: Any = None
+        self._ends = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        """Return itself."""
+        return self
+
+    def __next__(self) -> Any:
+        """Return the next batch, or raise what was raised in its place."""
+        while not self._batches:
+            if self._failure is not None:
+                self._failure.reraise()
+            if self._ends >= self._num_readers:
+                self._source = iter(())  # type: ignore[assignment]  # lets go of the workers
+                raise StopIteration
+            self._receive(next(self._source))
+        return self._batches.popleft()
+
+    def _receive(self, message: Message) -> None:
+        self._batches.extend(message.unpacked())
+        self.records.extend(message.records)
+        self._failure = message.failure
+        # All readers have ended when each in turn has said so.
+        self._ends = self._ends + 1 if message.has_ended else 0
+
+    @property
+    def torch_iterator(self) -> Any:
+        """The iterator of torch's that moves the messages."""
+        return self._source
+
+    def __getattr__(self, name: str) -> Any:
+        """Look anything else up in torch's iterator."""
+        if name.startswith("__") or name == "_source":
+            raise AttributeError(name)
+        return getattr(self._source, name)

@@ -1,0 +1,264 @@
+"""Streams: data sets that are read from front to back, with or without a known length."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sized
+from dataclasses import dataclass
+from itertools import chain, islice
+from typing import Any, Protocol, final, runtime_checkable
+
+from torch.utils.data import IterableDataset, get_worker_info
+
+from shardplug.errors import PlanError
+from shardplug.passes import Pass, StreamPass
+from shardplug.plan.deal import Part, deal
+from shardplug.plan.shard import Shard
+from shardplug.plan.split import ShardPlan, Split, Tail
+from shardplug.samplers import HasEpoch, choose_tail
+from shardplug.worker_info import WatchedInfo, WorkerSplit, check_worker_split, worker_place
+
+
+@runtime_checkable
+class CanShard(Protocol):
+    """A data set that can give the part of one shard, without reading the others."""
+
+    def shard(self, num_shards: int, index: int) -> Any:
+        """Return part ``index`` of ``num_shards``."""
+
+
+def own_part(dataset: Any, shard: Shard) -> Any | None:
+    """Ask a stream for the part of one shard.
+
+    Args:
+        dataset: Any iterable data set.
+        shard: Which part, of how many.
+
+    Returns:
+        The part, or None if the stream cannot divide itself into as many.
+    """
+    if shard.count == 1 or not isinstance(dataset, CanShard):
+        return None
+    # What cannot be divided finer than its files says how many it has; Hugging Face's streams do.
+    available = getattr(dataset, "num_shards", None)
+    if isinstance(available, int) and available < shard.count:
+        return None
+    return dataset.shard(num_shards=shard.count, index=shard.index)
+
+
+def is_cut_by_node(dataset: Any) -> bool:
+    """Tell whether a stream of Hugging Face datasets went through ``split_dataset_by_node``."""
+    return getattr(dataset, "_distributed", None) is not None
+
+
+def splits_by_worker(dataset: Any) -> bool:
+    """Tell whether a stream is of a kind known to divide itself among workers."""
+    module = type(dataset).__module__
+    return module.split(".")[0] == "datasets"
+
+
+def open_stream(
+    dataset: Any, plan: ShardPlan, worker_split: WorkerSplit
+) -> tuple[Iterator[Part[Any]], bool]:
+    """Start reading a stream in this process.
+
+    Args:
+        dataset: The stream.
+        plan: How it is dealt.
+        worker_split: Who divides it among workers.
+
+    Returns:
+        All parts of this rank, of which a worker makes its own; and whether the data set has
+        divided itself among the workers, so that all of these are this worker's.
+    """
+    WatchedInfo.install(worker_split)
+    items = iter(dataset)
+    first = list(islice(items, 1))
+    info: Any = get_worker_info()
+    if isinstance(info, WatchedInfo):
+        splits_itself = info.decide()
+    else:
+        splits_itself = info is not None and worker_split == "dataset"
+    return deal(chain(first, items), plan), splits_itself
+
+
+@dataclass(frozen=True, slots=True)
+class StreamFeed:
+    """How a loader's stream is dealt: what `BatchSamplerShard` is to data that is indexed.
+
+    Attributes:
+        dataset: What this rank reads: the whole stream, or its own part of it.
+        batch_size: As the loader declares it; None if the items are batches.
+        shard: Which part of the data this rank gets, of how many.
+        split: How batches are divided.
+        tail: What happens at an uneven end.
+        is_cut: Whether ``dataset`` is this rank's part already, whose end other ranks cannot see.
+        worker_split: Who divides the stream among workers.
+        is_by_value: A stream has no order that could be compared before it is read.
+    """
+
+    dataset: Any
+    batch_size: int | None
+    shard: Shard
+    split: Split
+    tail: Tail
+    is_cut: bool
+    worker_split: WorkerSplit
+    is_by_value: bool = True
+
+    @property
+    def dealt(self) -> ShardPlan:
+        """How what this rank reads is dealt, with an open end."""
+        size = 1 if self.batch_size is None else self.batch_size
+        if self.is_cut:
+            rows = size // self.shard.count if self.split is Split.SLICE else size
+            return ShardPlan(None, rows, Shard(0, 1), tail=self.tail)
+        return ShardPlan(None, size, self.shard, split=self.split, tail=self.tail)
+
+    @property
+    def num_samples(self) -> int | None:
+        """Items of the stream that is read, None if it does not tell."""
+        if self.is_cut or not isinstance(self.dataset, Sized):
+            return None
+        try:
+            return len(self.dataset)
+        except TypeError:  # it has the method, but no answer
+            return None
+
+    @property
+    def plan(self) -> ShardPlan:
+        """The plan of a full epoch; ``num_samples`` is None if that is not known."""
+        size = 1 if self.batch_size is None else self.batch_size
+        return ShardPlan(self.num_samples, size, self.shard, split=self.split, tail=self.tail)
+
+    @property
+    def global_batch_size(self) -> int | None:
+        """Rows of a full step over all shards; None if the items are batches."""
+        return None if self.batch_size is None else self.plan.global_batch_size
+
+    @property
+    def drop_last(self) -> bool:
+        """Whether rows may be dropped at the end."""
+        return self.tail is Tail.DROP
+
+    def epoch_parts(self) -> list[HasEpoch]:
+        """List what has to be told the epoch."""
+        return [self.dataset] if isinstance(self.dataset, HasEpoch) else []
+
+    def begin(self, consumed: int = 0, *, look: int = 0) -> tuple[Pass, list[Any]]:
+        """Start a pass; nothing of the stream is looked at."""
+        if consumed:
+            raise PlanError(
+                f"`consumed` must be 0 to start a pass over a stream, got {consumed}: it can only "
+                "be read from its start."
+            )
+        plan = self.plan
+        steps = None if plan.num_samples is None else plan.num_steps
+        return StreamPass(0, num_steps=steps), []
+
+    def __len__(self) -> int:
+        """Count the steps of a pass.
+
+        Raises:
+            TypeError: If the stream does not tell its length.
+        """
+        plan = self.plan
+        if plan.num_samples is None:
+            raise TypeError(
+                f"{type(self.dataset).__name__} has no known length: only a pass will tell."
+            )
+        return plan.num_steps
+
+
+@final
+class IterableDatasetShard(IterableDataset[Any]):
+    """The samples of one shard of a stream.
+
+    A stream that can divide itself (``shard(num_shards, index)``, as those of Hugging Face datasets
+    with enough shards) is asked for this shard's part, so each rank reads only that. Any other
+    one is read by every rank, which keeps its own rows of each window.
+
+    Args:
+        dataset: Any iterable of samples; the same in the same order on every rank.
+        batch_size: Samples per batch: per shard, or over all shards with ``split_batches``.
+        drop_last: Drop an incomplete last window; else it is filled from the first, cycling.
+        num_processes: Number of shards, at least 1.
+        process_index: Which shard, in [0, num_processes).
+        split_batches: False: each shard gets whole batches. True: each batch is cut in pieces, and
+            its size must be a multiple of ``num_processes``.
+        even_batches: False: nothing is repeated, shards may differ.
+        tail: "pad", "drop", "uneven" or "exact" says outright what happens at the end, and wins.
+        worker_split: Who divides the stream among the workers of a loader: "shardplug", "dataset"
+            (by ``get_worker_info()``), or "auto" to find out.
+
+    Raises:
+        PlanError: If an argument does not fit.
+
+    Example:
+        >>> list(IterableDatasetShard(range(8), 2, num_processes=2, process_index=1))
+        [2, 3, 6, 7]
+        >>> list(IterableDatasetShard(range(8), 4, False, 2, 0, split_batches=True))
+        [0, 1, 4, 5]
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        batch_size: int = 1,
+        drop_last: bool = False,
+        num_processes: int = 1,
+        process_index: int = 0,
+        split_batches: bool = False,
+        *,
+        even_batches: bool = True,
+        tail: str | Tail | None = None,
+        worker_split: str = "auto",
+    ) -> None:
+        self.dataset = dataset
+        self.batch_size = batch_size
+        self.drop_last = drop_last
+        self.num_processes = num_processes
+        self.process_index = process_index
+        self.split_batches = split_batches
+        self.epoch = 0
+        self._worker_split = check_worker_split(worker_split)
+        self.tail = choose_tail(tail, even_batches=even_batches, drop_last=drop_last)
+        shard = Shard(process_index, num_processes)
+        split = Split.SLICE if split_batches else Split.WHOLE
+        part = None if self.tail is Tail.EXACT else own_part(dataset, shard)
+        self._feed = StreamFeed(
+            dataset=dataset if part is None else part,
+            batch_size=batch_size,
+            shard=shard,
+            split=split,
+            tail=self.tail,
+            is_cut=part is not None,
+            worker_split=self._worker_split,
+        )
+        # Raises where batches of this size cannot be split.
+        ShardPlan(None, batch_size, shard, split=split, tail=self.tail)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch of the next pass, and tell the data set."""
+        self.epoch = epoch
+        for part in self._feed.epoch_parts():
+            part.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield this shard's samples; in a worker, those of the windows that are its to make."""
+        feed = self._feed
+        parts, splits_itself = open_stream(feed.dataset, feed.dealt, feed.worker_split)
+        worker, num_workers = worker_place()
+        own = parts if splits_itself else islice(parts, worker, None, num_workers)
+        for part in own:
+            yield from part.rows
+
+    def __len__(self) -> int:
+        """Count the samples that a pass yields on this shard.
+
+        Raises:
+            TypeError: If the stream does not tell its length.
+        """
+        plan, steps = self._feed.plan, len(self._feed)
+        full = min(plan.num_full_steps, steps)
+        rest = sum(len(plan.positions(step)) for step in range(full, steps))
+        return full * plan.shard_batch_size + rest
