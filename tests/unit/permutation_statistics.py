@@ -98,9 +98,9 @@ def orders_score(orders: Tensor) -> float:
     """Count how often each order of a few samples occurs; ``orders`` are whole."""
     keys, num_samples = orders.shape
     codes = (orders * num_samples ** torch.arange(num_samples)).sum(1)
-    counts = codes.unique(return_counts=True)[1].double()
+    # Codes that are no order, and orders that never occur, add nothing to the squares.
+    counts = codes.bincount().double()
     cells = math.factorial(num_samples)
-    # An order that never occurs is not among the counts, and adds nothing to their squares.
     return chi_square_score(float(counts.square().sum()) * cells / keys - keys, cells - 1)
 
 
@@ -118,7 +118,7 @@ def matrix_score(orders: Tensor) -> float:
 def chi_square_score(chi_square: float, degrees: int) -> float:
     """Turn a chi-square value into a normal score (Wilson and Hilferty, 1931)."""
     spread = 2 / (9 * degrees)
-    return ((chi_square / degrees) ** (1 / 3) - (1 - spread)) / math.sqrt(spread)
+    return (math.pow(chi_square / degrees, 1 / 3) - (1 - spread)) / math.sqrt(spread)
 
 
 def _centred(samples: Tensor, num_samples: int) -> Tensor:

@@ -199,7 +199,7 @@ def test_orders_are_random_however_they_are_read(num_samples: int) -> None:
     orders = [TensorPermutation(num_samples, order_key(0, epoch)) for epoch in range(KEYS)]
     samples = [order.take(torch.cat(list(reads.values()))) for order in orders]
     # (strides), each (keys, window)
-    by_stride = torch.stack(samples).split([len(read) for read in reads.values()], dim=1)
+    by_stride = torch.stack(samples).split_with_sizes([len(read) for read in reads.values()], dim=1)
     found = {
         (name, stride): score
         for stride, rows in zip(reads, by_stride, strict=True)
