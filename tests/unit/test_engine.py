@@ -1,0 +1,409 @@
+"""`ShardEngine`: what it knows of the run, what it prepares, and what its options reach."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, Sampler
+
+from shardplug import Comm, CommError, DataLoaderShard, PlanError, Shard, ShardEngine
+from shardplug.testing import LockstepComm, run_ranks
+
+Batches = list[list[int]]
+
+
+def loader_over(num_samples: int, batch_size: int = 2, **options: Any) -> DataLoader[Any]:
+    samples: Any = torch.arange(num_samples)
+    return DataLoader(samples, batch_size=batch_size, **options)
+
+
+def batches_of(loader: Iterable[torch.Tensor]) -> Batches:
+    return [batch.tolist() for batch in loader]
+
+
+def prepared_on(
+    world_size: int,
+    num_samples: int,
+    batch_size: int = 2,
+    *,
+    for_this_one: dict[str, Any] | None = None,
+    loader_options: dict[str, Any] | None = None,
+    **options: Any,
+) -> list[Batches]:
+    """What each rank gets in one pass."""
+
+    def body(comm: LockstepComm) -> Batches:
+        loader = loader_over(num_samples, batch_size, **(loader_options or {}))
+        engine = ShardEngine(comm=comm, **options)
+        return batches_of(engine.prepare_loader(loader, **(for_this_one or {})))
+
+    return run_ranks(world_size, body)
+
+
+def shuffled(num_samples: int, seed: int) -> list[int]:
+    return torch.randperm(num_samples, generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+# Alone.
+
+
+def test_alone_it_is_rank_0_of_1_and_reads_everything() -> None:
+    engine = ShardEngine()
+    assert (engine.rank, engine.world_size, engine.is_main) == (0, 1, True)
+    assert engine.shard == Shard(0, 1)
+    assert batches_of(engine.prepare(loader_over(5))) == [[0, 1], [2, 3], [4]]
+
+
+def test_alone_no_process_group_is_started() -> None:
+    ShardEngine()
+    assert not dist.is_initialized()
+
+
+def test_with_ranks_of_its_own_it_ignores_what_a_launcher_says(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}.items():
+        monkeypatch.setenv(name, value)
+    assert run_ranks(1, lambda comm: ShardEngine(comm=comm).world_size) == [1]
+    assert not dist.is_initialized()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the device is the CPU only without CUDA")
+def test_its_device_is_where_batches_go() -> None:
+    engine = ShardEngine()
+    assert engine.device == torch.device("cpu")
+    (batch,) = engine.prepare(loader_over(2))
+    assert batch.device == engine.device
+
+
+def test_an_epoch_follows_the_seed_and_the_number_of_the_pass() -> None:
+    loader = ShardEngine(data_seed=7).prepare(loader_over(6, shuffle=True))
+    for epoch in range(3):
+        order = shuffled(6, 7 + epoch)
+        assert batches_of(loader) == [order[:2], order[2:4], order[4:]]
+
+
+# On many ranks.
+
+
+def test_every_rank_knows_its_place() -> None:
+    def body(comm: Comm) -> tuple[int, int, Shard, bool]:
+        engine = ShardEngine(comm=comm)
+        return engine.rank, engine.world_size, engine.shard, engine.is_main
+
+    assert run_ranks(3, body) == [
+        (0, 3, Shard(0, 3), True),
+        (1, 3, Shard(1, 3), False),
+        (2, 3, Shard(2, 3), False),
+    ]
+
+
+def test_the_ranks_together_read_each_sample_once() -> None:
+    seen = prepared_on(2, 16, data_seed=3, loader_options={"shuffle": True})
+    order = shuffled(16, 3)
+    assert seen == [
+        [order[0:2], order[4:6], order[8:10], order[12:14]],
+        [order[2:4], order[6:8], order[10:12], order[14:16]],
+    ]
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """What is asked of a DeviceMesh: here dp × tp, in the order given."""
+
+    mesh_dim_names: tuple[str, ...]
+    rank: int
+    shape: tuple[int, ...] = (2, 2)
+
+    def get_coordinate(self) -> list[int]:
+        return list(divmod(self.rank, 2))
+
+
+def read_on_mesh(axes: tuple[str, ...], **options: Any) -> list[Batches]:
+    def body(comm: LockstepComm) -> Batches:
+        engine = ShardEngine(comm=comm, torch_device_mesh=Mesh(axes, comm.rank), **options)
+        return batches_of(engine.prepare(loader_over(8)))
+
+    return run_ranks(4, body)
+
+
+FIRST, SECOND = [[0, 1], [4, 5]], [[2, 3], [6, 7]]
+
+
+def test_ranks_that_differ_in_model_axes_read_the_same() -> None:
+    assert read_on_mesh(("dp", "tp")) == [FIRST, FIRST, SECOND, SECOND]
+    assert read_on_mesh(("tp", "dp")) == [FIRST, SECOND, FIRST, SECOND]
+
+
+def test_data_axes_name_what_the_names_do_not_tell() -> None:
+    rows = read_on_mesh(("rows", "columns"), data_axes=("rows",))
+    assert rows == [FIRST, FIRST, SECOND, SECOND]
+    with pytest.raises(PlanError, match=r"rows.*data_axes"):
+        read_on_mesh(("rows", "columns"))
+
+
+# Options.
+
+
+EVEN = [[[0, 1], [4, 0]], [[2, 3], [1, 2]]]
+CASES: dict[str, tuple[dict[str, Any], list[Batches]]] = {
+    "by default ranks take equal numbers of full steps": ({}, EVEN),
+    "even_batches=False": ({"even_batches": False}, [[[0, 1], [4]], [[2, 3]]]),
+    "tail=drop": ({"tail": "drop"}, [[[0, 1]], [[2, 3]]]),
+    "tail=exact": ({"tail": "exact"}, [[[0, 1], [3]], [[2], [4]]]),
+    "tail wins": ({"tail": "pad", "even_batches": False}, EVEN),
+    "split_batches": ({"split_batches": True}, [[[0], [2], [4]], [[1], [3], [0]]]),
+}
+
+
+@pytest.mark.parametrize(("options", "expected"), CASES.values(), ids=CASES)
+def test_options_reach_the_loaders(options: dict[str, Any], expected: list[Batches]) -> None:
+    assert prepared_on(2, 5, **options) == expected
+
+
+@pytest.mark.parametrize(("options", "expected"), CASES.values(), ids=CASES)
+def test_options_of_a_loader_win(options: dict[str, Any], expected: list[Batches]) -> None:
+    other = {"split_batches": False, "even_batches": True, "tail": None, **options}
+    assert (
+        prepared_on(2, 5, for_this_one=other, tail="uneven", split_batches=True, data_seed=1)
+        == expected
+    )
+
+
+def test_loaders_of_one_engine_differ_where_their_options_do() -> None:
+    def body(comm: LockstepComm) -> tuple[Batches, Batches]:
+        engine = ShardEngine(comm=comm, data_seed=0)
+        train = engine.prepare(loader_over(5))
+        validate = engine.prepare_loader(loader_over(5), tail="exact")
+        return batches_of(train), batches_of(validate)
+
+    assert run_ranks(2, body) == [
+        ([[0, 1], [4, 0]], [[0, 1], [3]]),
+        ([[2, 3], [1, 2]], [[2], [4]]),
+    ]
+
+
+def test_the_seed_is_data_seed_then_that_of_the_users_generator_then_of_torch() -> None:
+    def order(num_samples: int, generator: torch.Generator | None, **options: Any) -> list[int]:
+        loader = loader_over(num_samples, num_samples, shuffle=True, generator=generator)
+        ((seen,),) = (batches_of(ShardEngine(**options).prepare(loader)),)
+        return seen
+
+    generator = torch.Generator().manual_seed(11)
+    assert order(20, generator, data_seed=12) == shuffled(20, 12)
+    assert order(20, generator) == shuffled(20, 11)
+    assert order(20, None) == shuffled(20, torch.initial_seed())
+
+
+def test_without_a_seedable_sampler_the_seed_is_drawn() -> None:
+    torch.manual_seed(5)
+    drawn = int(torch.randint(2**62, (), dtype=torch.int64).item())
+    torch.manual_seed(5)
+    engine = ShardEngine(use_seedable_sampler=False)
+    loader = engine.prepare(loader_over(20, 20, shuffle=True))
+    assert batches_of(loader) == [shuffled(20, drawn)]
+
+
+class Drawing(Sampler[int]):
+    """A sampler of the user's own that draws from a generator."""
+
+    def __init__(self, num_samples: int, seed: int) -> None:
+        self.num_samples = num_samples
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def __iter__(self) -> Iterator[int]:
+        yield from torch.randperm(self.num_samples, generator=self.generator).tolist()
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+
+def read_drawing(comm: LockstepComm, rng_types: Sequence[str] | None) -> Batches:
+    loader = loader_over(8, sampler=Drawing(8, seed=comm.rank))
+    return batches_of(ShardEngine(comm=comm, rng_types=rng_types, data_seed=0).prepare(loader))
+
+
+def test_rng_types_make_the_generators_of_the_ranks_equal() -> None:
+    order = shuffled(8, 0)
+    assert run_ranks(2, read_drawing, ("generator",)) == [
+        [order[0:2], order[4:6]],
+        [order[2:4], order[6:8]],
+    ]
+
+
+@pytest.mark.parametrize("rng_types", [None, ()])
+def test_without_rng_types_orders_that_differ_are_an_error(rng_types: Any) -> None:
+    with pytest.raises(CommError, match="disagree on the order of the loader over Drawing"):
+        run_ranks(2, read_drawing, rng_types)
+
+
+def test_the_list_of_rng_types_stays_the_callers() -> None:
+    rng_types = ["generator"]
+    engine = ShardEngine(rng_types=rng_types)
+    batches_of(engine.prepare(loader_over(4)))
+    assert rng_types == ["generator"]
+
+
+class Movable:
+    """A batch that says how it was asked to move."""
+
+    def __init__(self, samples: list[Any]) -> None:
+        self.samples = samples
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> tuple[str, bool]:
+        return str(device), non_blocking
+
+
+@pytest.mark.parametrize("non_blocking", [False, True])
+def test_non_blocking_reaches_the_move(non_blocking: bool) -> None:
+    engine = ShardEngine(non_blocking=non_blocking)
+    loader = loader_over(2, collate_fn=Movable)
+    assert list(engine.prepare_loader(loader, device="cpu")) == [("cpu", non_blocking)]
+
+
+def test_a_loader_can_have_a_device_of_its_own_or_stay_where_it_is() -> None:
+    engine = ShardEngine()
+    (moved,) = engine.prepare_loader(loader_over(2), device="meta")
+    assert moved.device.type == "meta"
+    (left,) = engine.prepare_loader(loader_over(2), device="meta", put_on_device=False)
+    assert left.device.type == "cpu"
+
+
+# Preparing.
+
+
+def test_objects_come_back_in_order_and_modules_as_they_are() -> None:
+    model, other = torch.nn.Linear(2, 1), torch.nn.ReLU()
+    first, same, second, as_it_was = ShardEngine().prepare(
+        loader_over(4), model, loader_over(2), other
+    )
+    assert same is model
+    assert as_it_was is other
+    assert batches_of(first) == [[0, 1], [2, 3]]
+    assert batches_of(second) == [[0, 1]]
+
+
+def test_one_object_comes_back_alone_and_none_as_an_empty_tuple() -> None:
+    engine = ShardEngine()
+    assert isinstance(engine.prepare(loader_over(4)), DataLoaderShard)
+    model = torch.nn.Linear(2, 1)
+    assert engine.prepare(model) is model
+    assert engine.prepare() == ()
+
+
+def test_the_users_loader_stays_as_it_was() -> None:
+    loader = loader_over(5)
+    before = dict(vars(loader))
+    for prepared in run_ranks(2, lambda comm: ShardEngine(comm=comm).prepare(loader)):
+        assert prepared is not loader
+    assert vars(loader) == before
+    assert batches_of(loader) == [[0, 1], [2, 3], [4]]
+
+
+# Two engines.
+
+
+def test_two_engines_do_not_see_each_other() -> None:
+    def body(comm: LockstepComm) -> tuple[list[int], Batches, Batches]:
+        shared, alone = ShardEngine(comm=comm, tail="drop"), ShardEngine(data_seed=3)
+        mine = shared.prepare(loader_over(9))
+        everything = alone.prepare(loader_over(4, shuffle=True))
+        seen: tuple[Batches, Batches] = ([], [])
+        for one, other in zip(mine, everything, strict=True):
+            seen[0].append(one.tolist())
+            seen[1].append(other.tolist())
+        return [shared.world_size, alone.world_size, mine.epoch, everything.epoch], *seen
+
+    order = shuffled(4, 3)
+    everything = [order[:2], order[2:]]
+    assert run_ranks(2, body) == [
+        ([2, 1, 1, 1], [[0, 1], [4, 5]], everything),
+        ([2, 1, 1, 1], [[2, 3], [6, 7]], everything),
+    ]
+
+
+def test_an_epoch_set_on_one_engines_loader_leaves_the_others_alone() -> None:
+    source = loader_over(6, shuffle=True)
+    one, other = (ShardEngine(data_seed=3).prepare(source) for _ in range(2))
+    one.set_epoch(4)
+    assert batches_of(one) == [shuffled(6, 7)[i : i + 2] for i in (0, 2, 4)]
+    assert batches_of(other) == [shuffled(6, 3)[i : i + 2] for i in (0, 2, 4)]
+
+
+# Errors.
+
+
+WRONG: dict[str, tuple[Callable[[], Any], str]] = {
+    "tail": (
+        lambda: ShardEngine(tail="even"),
+        r"`tail` must be one of .*'pad'.*'exact'.*, got 'even'\.",
+    ),
+    "rng_types": (
+        lambda: ShardEngine(rng_types=("torch", "dice")),
+        r"`rng_types` must be among .*'torch'.*, got 'dice'\.",
+    ),
+    "tail of a loader": (
+        lambda: ShardEngine().prepare_loader(loader_over(4), tail="even"),
+        r"`tail` must be one of .*, got 'even'\.",
+    ),
+    "rng_types of a loader": (
+        lambda: ShardEngine().prepare_loader(loader_over(4), rng_types=["dice"]),
+        r"`rng_types` must be among .*, got 'dice'\.",
+    ),
+    "no loader": (
+        lambda: ShardEngine().prepare_loader([[0, 1]]),  # type: ignore[arg-type]
+        r"`dataloader` must be a .*DataLoader, got list\.",
+    ),
+    "an object of another kind": (
+        lambda: ShardEngine().prepare(loader_over(4), {"lr": 0.1}),
+        r"`objects` must be .*, got dict as number 2\.",
+    ),
+    "None": (
+        lambda: ShardEngine().prepare(None),
+        r"`objects` must be .*, got NoneType as number 1\.",
+    ),
+}
+
+
+@pytest.mark.parametrize(("call", "message"), WRONG.values(), ids=WRONG)
+def test_errors_name_the_argument_the_rule_and_the_value(
+    call: Callable[[], Any], message: str
+) -> None:
+    with pytest.raises(PlanError, match=message):
+        call()
+
+
+def test_nothing_is_prepared_when_one_object_does_not_fit() -> None:
+    def body(comm: LockstepComm) -> list[Any]:
+        engine = ShardEngine(comm=comm)
+        before = list(comm.calls)
+        with pytest.raises(PlanError, match="got str as number 2"):
+            engine.prepare(loader_over(4), "optimizer")
+        return comm.calls[len(before) :]
+
+    assert run_ranks(2, body) == [[], []]
+
+
+def test_batches_that_cannot_be_split_are_an_error_on_every_rank() -> None:
+    def body(comm: LockstepComm) -> str:
+        engine = ShardEngine(comm=comm, split_batches=True)
+        with pytest.raises(PlanError, match="multiple of") as caught:
+            engine.prepare(loader_over(8, batch_size=3))
+        return str(caught.value)
+
+    first, second = run_ranks(2, body)
+    assert first == second
+    assert "got 3" in first
+
+
+def test_loaders_that_differ_are_an_error_on_every_rank() -> None:
+    def body(comm: LockstepComm) -> None:
+        with pytest.raises(CommError, match="rank 0 has 8, rank 1 has 9"):
+            ShardEngine(comm=comm).prepare(loader_over(8 + comm.rank))
+
+    run_ranks(2, body)
