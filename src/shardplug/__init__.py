@@ -16,9 +16,15 @@ from shardplug.errors import (
 from shardplug.loader import DataLoaderShard
 from shardplug.plan.shard import Shard
 from shardplug.plan.split import ShardPlan, Split, Tail
-from shardplug.prepare import prepare_data_loader
+from shardplug.prepare import prepare_data_loader, skip_first_batches
 from shardplug.rows import slice_tensors
-from shardplug.samplers import BatchSamplerShard, SeedableRandomSampler
+from shardplug.samplers import (
+    BatchSamplerShard,
+    PermutedSampler,
+    SeedableRandomSampler,
+    SkipBatchSampler,
+)
+from shardplug.streams import IterableDatasetShard
 
 __all__ = [
     "BatchError",
@@ -26,6 +32,8 @@ __all__ = [
     "Comm",
     "CommError",
     "DataLoaderShard",
+    "IterableDatasetShard",
+    "PermutedSampler",
     "PlanError",
     "SeedableRandomSampler",
     "Shard",
@@ -33,6 +41,7 @@ __all__ = [
     "ShardPlan",
     "ShardplugError",
     "ShardplugWarning",
+    "SkipBatchSampler",
     "SoloComm",
     "Split",
     "StateError",
@@ -40,5 +49,6 @@ __all__ = [
     "TorchComm",
     "current_comm",
     "prepare_data_loader",
+    "skip_first_batches",
     "slice_tensors",
 ]

@@ -15,6 +15,7 @@ from itertools import islice
 from typing import Any, final
 
 from shardplug.comm import Comm, gather_facts
+from shardplug.errors import CommError
 from shardplug.plan.split import Tail
 
 AHEAD = 16
@@ -43,34 +44,41 @@ def mark_last(arrivals: Iterator[Arrival]) -> Iterator[Arrival]:
     for held in arrivals:
         for following in arrivals:
             yield held
-            held = following  # noqa: PLW2901  # the one in hand is always the latest
+            held = following  # the one in hand is always the latest
         yield replace(held, is_last=True)
 
 
-def in_step(arrivals: Iterator[Arrival], comm: Comm, *, tail: Tail) -> Iterator[Arrival]:
+def in_step(
+    arrivals: Iterator[Arrival], comm: Comm, *, tail: Tail, is_cut: bool
+) -> Iterator[Arrival]:
     """Let every rank take the same number of steps over parts of different length.
 
     ``Tail.PAD``: a rank whose part has ended repeats its last batch, with no valid rows, until the
     last one has. A rank without any batch is sent one of another rank's to repeat. ``Tail.DROP``:
-    all stop when the first part has ended.
+    all stop when the first part has ended. Ranks that read the same stream cannot differ: if
+    they do, that is an error on all.
 
     Collective: every rank must iterate, to the end or to the same step.
 
     Args:
         arrivals: This rank's batches.
         comm: The ranks.
-        tail: PAD or DROP.
+        tail: PAD or DROP where ``is_cut``.
+        is_cut: Whether each rank reads a part of its own; else all read the same stream.
 
     Yields:
         This rank's batch of each step; the last one says so.
 
     Raises:
-        CommError: If reading failed on another rank.
+        CommError: If reading failed on another rank, or ranks that read the same stream come to
+            its end at different steps.
     """
     hand = _Hand(arrivals)
     wanted, is_end = 1, False
     while not is_end:
         _, by_rank = gather_facts(comm, partial(hand.fill, wanted), num_facts=3)
+        if not is_cut:
+            _check_same([have for have, _, _ in by_rank])
         steps, is_end = _allowed_steps([(have, bool(ended)) for have, ended, _ in by_rank], tail)
         if steps and not all(has_any for _, _, has_any in by_rank):
             src = next(rank for rank, facts in enumerate(by_rank) if facts[2])
@@ -114,6 +122,18 @@ class _Hand:
             self.latest = replace(self.latest, valid_rows=0)
         assert self.latest is not None  # a rank that takes steps has a batch, or was lent one
         return replace(self.latest, is_last=is_last)
+
+
+def _check_same(have_by_rank: Sequence[int]) -> None:
+    """Refuse streams that end on some ranks only."""
+    least = min(have_by_rank)
+    if least < max(have_by_rank):
+        ended = [rank for rank, have in enumerate(have_by_rank) if have == least]
+        raise CommError(
+            f"Ranks disagree on the end of the stream: it has ended on ranks {ended} but goes on "
+            "on the others. Give every rank the same stream, or pass already_sharded=True if each "
+            "reads a part of its own."
+        )
 
 
 def _allowed_steps(hands: Sequence[tuple[int, bool]], tail: Tail) -> tuple[int, bool]:

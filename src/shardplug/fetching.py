@@ -8,14 +8,27 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any, final
 
+import torch
 from torch.utils.data import DataLoader
+from torchdata.stateful_dataloader import StatefulDataLoader
 
+from shardplug.feeds import Feed
 from shardplug.passes import StreamPass
 from shardplug.plan.cursor import Progress
-from shardplug.workers import Message, StreamTask
+from shardplug.streams import StreamFeed
+from shardplug.workers import (
+    MapReader,
+    Message,
+    Seeding,
+    StartWorker,
+    StreamReader,
+    StreamTask,
+    as_it_is,
+)
 
 
 def message_sizes(per_message: int, num_workers: int) -> Iterator[int]:
@@ -70,7 +83,8 @@ class StreamTasks:
     def __iter__(self) -> Iterator[StreamTask]:
         """Yield tasks; every pass begins anew."""
         run = self._progress.run
-        assert run is not None and isinstance(run.record, StreamPass)  # a pass has begun
+        assert run is not None  # a pass has begun
+        assert isinstance(run.record, StreamPass)
         start = first = run.record.first_step
         for size in message_sizes(self._per_message, self._num_workers):
             yield StreamTask(run.epoch, run.number, start, first, size)
@@ -140,3 +154,83 @@ class Messages:
         if name.startswith("__") or name == "_source":
             raise AttributeError(name)
         return getattr(self._source, name)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Crew:
+    """The readers of a loader, and the torch DataLoader that runs them.
+
+    Attributes:
+        inner: The clone of the user's loader whose data is read.
+        feed: How it is divided.
+        seed: Of the loader.
+        per_message: Most batches that one message carries.
+        is_stateful: Whether readers run in torchdata's StatefulDataLoader.
+    """
+
+    inner: DataLoader[Any]
+    feed: Feed
+    seed: int
+    per_message: int
+    is_stateful: bool
+
+    def start(
+        self,
+        epoch: int,
+        generator: torch.Generator,
+        progress: Progress,
+        records: deque[tuple[int, int]],
+    ) -> Messages:
+        """Start the readers for a pass; where workers are kept, also for those after it.
+
+        Args:
+            epoch: The epoch of the pass.
+            generator: What torch may draw from.
+            progress: Where the loader stands when a pass begins.
+            records: Where the records of a stream's batches go.
+        """
+        inner, feed = self.inner, self.feed
+        seeding = self._seeding()
+        split = feed.worker_split if isinstance(feed, StreamFeed) else None
+        kind = StatefulDataLoader if self.is_stateful else DataLoader
+        readers = kind(
+            self._reader(seeding),
+            batch_size=None,
+            sampler=self._tasks(progress),
+            num_workers=inner.num_workers,
+            collate_fn=as_it_is,
+            pin_memory=inner.pin_memory,
+            timeout=inner.timeout,
+            worker_init_fn=StartWorker(seeding, epoch, inner.worker_init_fn, split),
+            multiprocessing_context=inner.multiprocessing_context,
+            generator=generator,
+            prefetch_factor=self._prefetch(),
+            persistent_workers=inner.persistent_workers,
+        )
+        return Messages(readers, num_readers=max(1, inner.num_workers), records=records)
+
+    def _seeding(self) -> Seeding:
+        """Say what readers draw from: where all read the same stream, all draw the same."""
+        is_shared = isinstance(self.feed, StreamFeed) and not self.feed.is_cut
+        return Seeding(self.seed, 0 if is_shared else self.feed.shard.index, is_shared)
+
+    def _reader(self, seeding: Seeding) -> Any:
+        inner, feed = self.inner, self.feed
+        if isinstance(feed, StreamFeed):
+            is_batched = feed.batch_size is not None
+            plan, split = feed.dealt, feed.worker_split
+            return StreamReader(feed.dataset, inner.collate_fn, is_batched, seeding, plan, split)
+        return MapReader(inner.dataset, inner.collate_fn, inner.batch_sampler is not None, seeding)
+
+    def _tasks(self, progress: Progress) -> MapTasks | StreamTasks:
+        counts = {"per_message": self.per_message, "num_workers": self.inner.num_workers}
+        if isinstance(self.feed, StreamFeed):
+            return StreamTasks(progress, **counts)
+        batches = self.inner.batch_sampler
+        return MapTasks(self.inner.sampler if batches is None else batches, progress, **counts)
+
+    def _prefetch(self) -> int | None:
+        """Say how many messages each worker has in flight: as many batches as without packing."""
+        wanted = self.inner.prefetch_factor
+        return None if wanted is None else max(1, -(-wanted // self.per_message))

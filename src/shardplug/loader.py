@@ -11,23 +11,23 @@ import copy
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice
 from typing import Any, ClassVar
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
-from torchdata.stateful_dataloader import StatefulDataLoader
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from shardplug import rng
 from shardplug.comm import Comm, agree_on
 from shardplug.comm_torch import current_comm
 from shardplug.credit import Arrival, in_step, mark_last
 from shardplug.devices import move_batches
+from shardplug.epochs import Epochs, PassBatches
 from shardplug.errors import PlanError
 from shardplug.feeds import Feed, IndexFeed
-from shardplug.fetching import MapTasks, Messages, StreamTasks
+from shardplug.fetching import Crew, Messages
 from shardplug.passes import Pass, ReadyPass, StreamPass
 from shardplug.plan.cursor import Progress, Run
 from shardplug.plan.order import worker_seed
@@ -37,7 +37,6 @@ from shardplug.rows import count_rows
 from shardplug.samplers import BatchSamplerShard, HasEpoch
 from shardplug.streams import StreamFeed
 from shardplug.worker_info import check_worker_split
-from shardplug.workers import MapReader, Seeding, StartWorker, StreamReader, as_it_is
 
 _LOOK = 4096
 """How many ids (or batches) from the start of an order that is not ours are compared."""
@@ -83,104 +82,6 @@ class Settings:
     comm: Comm | None = None
 
 
-@dataclass(slots=True)
-class _Epochs:
-    """The epoch of a loader and all that has to be told of it; shared with its sampler views."""
-
-    progress: Progress
-    parts: list[Any] = field(default_factory=list)
-
-    def set_epoch(self, epoch: int) -> None:
-        self.progress.set_epoch(epoch)
-        self.tell(epoch)
-
-    def tell(self, epoch: int) -> None:
-        for part in self.parts:
-            part.set_epoch(epoch)
-
-
-class EpochSampler(Sampler[Any]):
-    """The sampler of a prepared loader, as trainers see it: `set_epoch` reaches the loader.
-
-    Everything else is that of the sampler inside.
-    """
-
-    def __init__(self, sampler: Any, epochs: _Epochs) -> None:
-        self._sampler = sampler
-        self._epochs = epochs
-
-    def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch of the loader's next pass."""
-        self._epochs.set_epoch(epoch)
-
-    def __iter__(self) -> Iterator[Any]:
-        """Yield what the sampler inside yields: the whole epoch, not only this shard's part."""
-        return iter(self._sampler)
-
-    def __len__(self) -> int:
-        """Count the samples of the whole epoch."""
-        return len(self._sampler)
-
-    def __getattr__(self, name: str) -> Any:
-        """Look an attribute up in the sampler inside."""
-        if name.startswith("__") or name == "_sampler":
-            raise AttributeError(name)
-        return getattr(self._sampler, name)
-
-
-class PassBatches(BatchSampler):
-    """The batch sampler of a prepared loader: the index batches of the pass that is under way.
-
-    Iterated on its own, outside of a pass of the loader, it yields this shard's batches of the
-    upcoming epoch.
-    """
-
-    def __init__(self, feed: Feed, sampler: Any, epochs: _Epochs) -> None:
-        self._feed = feed
-        self._epochs = epochs
-        self.sampler = EpochSampler(sampler, epochs)
-        self.name = type(sampler).__name__
-        self._offered: Pass | None = None
-
-    def offer(self, pass_: Pass) -> None:
-        """Let the next iteration be a pass of the loader."""
-        self._offered = pass_
-
-    def withdraw(self, pass_: Pass) -> bool:
-        """Take an offer back; tells whether it had been taken up."""
-        is_open = self._offered is pass_
-        if is_open:
-            self._offered = None
-        return not is_open
-
-    def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch of the loader's next pass."""
-        self._epochs.set_epoch(epoch)
-
-    @property
-    def batch_size(self) -> int | None:  # type: ignore[override]  # users' may declare none
-        """The batch size that the user's batch sampler declares."""
-        return self._feed.batch_size
-
-    @property
-    def drop_last(self) -> bool:  # type: ignore[override]
-        """Whether rows may be dropped at the end."""
-        return self._feed.tail is Tail.DROP
-
-    def __iter__(self) -> Iterator[Any]:
-        """Yield the index batches of the pass that the loader offers, else of the next epoch."""
-        offered, self._offered = self._offered, None
-        if offered is None:
-            upcoming = self._epochs.progress.upcoming
-            self._epochs.tell(upcoming.epoch)
-            offered, _ = self._feed.begin(upcoming.consumed)
-        return iter(offered)
-
-    def __len__(self) -> int:
-        """Count the index batches of a full pass."""
-        return len(self._feed)
-
-
 class DataLoaderShard(DataLoader[Any]):
     """A DataLoader whose passes are those of one shard, epoch by epoch.
 
@@ -212,14 +113,14 @@ class DataLoaderShard(DataLoader[Any]):
     _inner: DataLoader[Any]
     _feed: Feed
     _settings: Settings
-    _epochs: _Epochs
+    _epochs: Epochs
     _batches: PassBatches
     _skip_once: int
     _OWN: ClassVar[frozenset[str]] = frozenset(
         {"_inner", "_feed", "_settings", "_epochs", "_batches", "_skip_once"}
     )
 
-    def __init__(
+    def __init__(  # noqa: PLR0917  # these names and their order are Accelerate's
         self,
         dataset: Any,
         device: torch.device | str | int | None = None,
@@ -258,7 +159,7 @@ class DataLoaderShard(DataLoader[Any]):
             settings: What else is to be done.
         """
         made = cls.__new__(cls)
-        made._adopt(loader, feed, settings)
+        made._adopt(loader, feed, settings)  # noqa: SLF001  # an object of this class
         return made
 
     def _adopt(self, loader: DataLoader[Any], feed: Feed, settings: Settings) -> None:
@@ -270,7 +171,7 @@ class DataLoaderShard(DataLoader[Any]):
         parts = feed.epoch_parts()
         if isinstance(loader.dataset, HasEpoch) and not any(p is loader.dataset for p in parts):
             parts.append(loader.dataset)
-        epochs = _Epochs(Progress(), parts)
+        epochs = Epochs(Progress(), parts)
         sampler = feed.batches.sampler if isinstance(feed, IndexFeed) else loader.sampler
         batches = PassBatches(feed, sampler, epochs)
         inner = copy.copy(loader)
@@ -313,8 +214,11 @@ class DataLoaderShard(DataLoader[Any]):
     @property
     def _iterator(self) -> Any:  # type: ignore[override]  # set through __setattr__
         """The iterator that torch's loader keeps while its workers are kept."""
-        kept: Any = self._inner._iterator
+        kept = self._kept_iterator()
         return kept.torch_iterator if isinstance(kept, Messages) else kept
+
+    def _kept_iterator(self) -> Any:
+        return self._inner.__dict__["_iterator"]
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what belongs to a pass under way: its iterator, its workers."""
@@ -400,10 +304,10 @@ class DataLoaderShard(DataLoader[Any]):
         Args:
             steps: Steps of this loader to leave out, zero or more; later passes are full.
         """
-        made = DataLoaderShard.__new__(DataLoaderShard)
-        made._adopt(self._inner, self._feed, self._settings)
-        made._epochs.progress.jump(self._epochs.progress.upcoming)
-        made._skip_once = steps
+        made = DataLoaderShard.over(self._inner, self._feed, self._settings)
+        start = self._epochs.progress.upcoming
+        made._epochs.progress.jump(start)  # noqa: SLF001  # an object of this class
+        made._skip_once = steps  # noqa: SLF001  # the same
         return made
 
     def wrap_batch_sampler(self, wrap: Callable[[Any], BatchSampler]) -> None:
@@ -473,7 +377,7 @@ class DataLoaderShard(DataLoader[Any]):
 
     def _fetch(self, pass_: Pass, run: Run) -> Iterator[Any]:
         """Let the user's own ``__iter__`` make the batches of a pass, then see to them."""
-        inner, settings = self._inner, self._settings
+        inner = self._inner
         records: deque[tuple[int, int]] = deque()
         self._batches.offer(pass_)
         inner.__dict__["_get_iterator"] = partial(self._open, run.epoch, records)
@@ -488,7 +392,7 @@ class DataLoaderShard(DataLoader[Any]):
                 "`dataloader` must ask its sampler for its batches, got one that did not from "
                 f"{type(inner).__name__}.__iter__. Let it iterate super().__iter__()."
             )
-        kept: Any = inner._iterator
+        kept = self._kept_iterator()
         if isinstance(kept, Messages):
             records = kept.records  # workers that are kept go on writing where they began
         made: Iterator[Any] = chain(first, batches)
@@ -512,10 +416,9 @@ class DataLoaderShard(DataLoader[Any]):
         """Pair the batches of a stream with their records; keep ranks with own parts in step."""
         arrivals = (Arrival(batch, *records.popleft()) for batch in batches)
         feed = self._feed
-        is_agreed = feed.is_cut and feed.tail in (Tail.PAD, Tail.DROP)
         comm = None if self._settings.is_simulation else self._comm()
-        if is_agreed and comm is not None and comm.world_size > 1:
-            return in_step(arrivals, comm, tail=feed.tail)
+        if comm is not None and comm.world_size > 1 and feed.tail is not Tail.UNEVEN:
+            return in_step(arrivals, comm, tail=feed.tail, is_cut=feed.is_cut)
         return mark_last(arrivals)
 
     def _recorded(self, arrivals: Iterator[Arrival], pass_: StreamPass) -> Iterator[Any]:
@@ -529,63 +432,16 @@ class DataLoaderShard(DataLoader[Any]):
     def _open(self, epoch: int, records: deque[tuple[int, int]]) -> Any:
         """Make the iterator that fetches: torch's own over a copy, or messages from readers."""
         inner, feed, settings = self._inner, self._feed, self._settings
-        is_stream = isinstance(feed, StreamFeed)
-        if not (is_stream or inner.num_workers or settings.is_stateful):
-            opened = copy.copy(inner)
-            del opened.__dict__["_get_iterator"]
-            opened.__dict__["generator"] = self._generator(epoch)
-            return opened._get_iterator()
-        split = feed.worker_split if isinstance(feed, StreamFeed) else None
-        seeding = self._seeding()
-        kind = StatefulDataLoader if settings.is_stateful else DataLoader
-        readers = kind(
-            self._reader(seeding),
-            batch_size=None,
-            sampler=self._tasks(),
-            num_workers=inner.num_workers,
-            collate_fn=as_it_is,
-            pin_memory=inner.pin_memory,
-            timeout=inner.timeout,
-            worker_init_fn=StartWorker(seeding, epoch, inner.worker_init_fn, split),
-            multiprocessing_context=inner.multiprocessing_context,
-            generator=self._generator(epoch),
-            prefetch_factor=self._prefetch(),
-            persistent_workers=inner.persistent_workers,
-        )
-        num_readers = max(1, inner.num_workers)
-        return Messages(readers, num_readers=num_readers, records=records)
-
-    def _generator(self, epoch: int) -> torch.Generator:
-        """Make what torch draws from to start a pass, so that no RNG of the process moves."""
-        seed = worker_seed(self._settings.seed, epoch, rank=self._feed.shard.index, worker=0)
-        return torch.Generator().manual_seed(seed)
-
-    def _seeding(self) -> Seeding:
-        """Say what readers draw from: where all read the same stream, all draw the same."""
-        is_shared = isinstance(self._feed, StreamFeed) and not self._feed.is_cut
-        index = 0 if is_shared else self._feed.shard.index
-        return Seeding(self._settings.seed, index, is_shared)
-
-    def _reader(self, seeding: Seeding) -> Any:
-        inner, feed = self._inner, self._feed
-        if isinstance(feed, StreamFeed):
-            is_batched = feed.batch_size is not None
-            plan, split = feed.dealt, feed.worker_split
-            return StreamReader(feed.dataset, inner.collate_fn, is_batched, seeding, plan, split)
-        return MapReader(inner.dataset, inner.collate_fn, inner.batch_sampler is not None, seeding)
-
-    def _tasks(self) -> Any:
-        inner, progress = self._inner, self._epochs.progress
-        counts = {"per_message": self._settings.per_message, "num_workers": inner.num_workers}
-        if isinstance(self._feed, StreamFeed):
-            return StreamTasks(progress, **counts)
-        index_batches = inner.sampler if inner.batch_sampler is None else inner.batch_sampler
-        return MapTasks(index_batches, progress, **counts)
-
-    def _prefetch(self) -> int | None:
-        """Say how many messages each worker has in flight: as many batches as without packing."""
-        wanted = self._inner.prefetch_factor
-        return None if wanted is None else max(1, -(-wanted // self._settings.per_message))
+        # What torch draws from to start a pass, so that no generator of the process moves.
+        seed = worker_seed(settings.seed, epoch, rank=feed.shard.index, worker=0)
+        generator = torch.Generator().manual_seed(seed)
+        if isinstance(feed, StreamFeed) or inner.num_workers or settings.is_stateful:
+            crew = Crew(inner, feed, settings.seed, settings.per_message, settings.is_stateful)
+            return crew.start(epoch, generator, self._epochs.progress, records)
+        opened = copy.copy(inner)
+        opened.__dict__.pop("_get_iterator")
+        opened.__dict__["generator"] = generator
+        return opened._get_iterator()  # noqa: SLF001  # what DataLoader.__iter__ would call
 
 
 def _counted(batches: Iterator[Any], pass_: ReadyPass) -> Iterator[Any]:
@@ -600,7 +456,7 @@ def _one_held_back(batches: Iterator[Any]) -> Iterator[Any]:
     for held in batches:
         for following in batches:
             yield held
-            held = following  # noqa: PLW2901  # the one in hand is always the latest
+            held = following  # the one in hand is always the latest
         yield held
 
 

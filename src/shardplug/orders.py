@@ -14,6 +14,8 @@ from typing import Protocol, final
 import torch
 from torch import Tensor
 
+from shardplug.permutation import TensorPermutation
+
 _BLOCK = 8192
 """Samples worked out at once: large enough to hide the cost of a call, small enough for cache."""
 _FIRST_BLOCK_STEPS = 4
@@ -108,6 +110,25 @@ class TensorOrder:
                 self._samples.storage_offset() + first + start * stride,
             )
             yield from rows.tolist()
+
+
+@final
+class PermutedOrder:
+    """Position p holds the sample that a keyed permutation puts there; nothing is stored."""
+
+    def __init__(self, permutation: TensorPermutation) -> None:
+        self._permutation = permutation
+
+    def __len__(self) -> int:
+        return len(self._permutation)
+
+    def take(self, positions: Sequence[int]) -> list[int]:
+        """Permute the positions in one go."""
+        return self._permutation.take(torch.as_tensor(positions, dtype=torch.int64)).tolist()
+
+    def runs(self, first: int, *, stride: int, width: int, count: int) -> Iterator[list[int]]:
+        """Permute many batches at a time."""
+        return self._permutation.runs(first, stride=stride, width=width, count=count)
 
 
 def blocks(count: int, width: int) -> Iterator[tuple[int, int]]:

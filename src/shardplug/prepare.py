@@ -46,7 +46,7 @@ _LOADER_FACTS: dict[str, str | None] = {
 }
 
 
-def prepare_data_loader(
+def prepare_data_loader(  # noqa: PLR0917  # these names and their order are Accelerate's
     dataloader: DataLoader[Any],
     device: torch.device | str | int | None = None,
     num_processes: int | None = None,

@@ -33,7 +33,7 @@ def seed_cpu(seed: int) -> None:
     random.seed(seed)
     torch.default_generator.manual_seed(seed)
     if np is not None:
-        np.random.seed(seed & 0xFFFFFFFF)  # noqa: NPY002  # the global one is what users draw from
+        np.random.seed(seed & 0xFFFFFFFF)  # the global one is what users draw from
 
 
 def check_rng_types(rng_types: Sequence[str] | None) -> tuple[str, ...]:
@@ -63,7 +63,7 @@ def check_rng_types(rng_types: Sequence[str] | None) -> tuple[str, ...]:
 
 def _xla() -> Any:
     try:
-        import torch_xla.core.xla_model as xla_model  # type: ignore[import-not-found]
+        from torch_xla.core import xla_model  # type: ignore[import-not-found]
     except ImportError as error:
         raise PlanError(
             "`rng_types` must name generators of devices that are there, got 'xla' but torch_xla "
@@ -83,7 +83,7 @@ def capture(rng_types: Sequence[str], generator: torch.Generator | None = None) 
         elif name == "xla":
             states[name] = _xla().get_rng_state()
         elif name == "numpy":
-            states[name] = np.random.get_state()  # noqa: NPY002  # the global one is meant
+            states[name] = np.random.get_state()
         elif name == "python":
             states[name] = random.getstate()
         elif generator is not None:
@@ -101,7 +101,7 @@ def restore(states: dict[str, Any], generator: torch.Generator | None = None) ->
         elif name == "xla":
             _xla().set_rng_state(state)
         elif name == "numpy":
-            np.random.set_state(state)  # noqa: NPY002  # the global one is meant
+            np.random.set_state(state)
         elif name == "python":
             random.setstate(state)
         elif generator is not None:

@@ -15,17 +15,25 @@ import torch
 from torch.utils.data import (
     BatchSampler,
     RandomSampler,
+    Sampler,
     SequentialSampler,
     SubsetRandomSampler,
 )
 from torch.utils.data.distributed import DistributedSampler
 
 from shardplug.errors import PlanError
-from shardplug.orders import Order, SequenceOrder, SequentialOrder, random_order
+from shardplug.orders import (
+    Order,
+    PermutedOrder,
+    SequenceOrder,
+    SequentialOrder,
+    random_order,
+)
 from shardplug.passes import Pass, SampledPass, WalkedPass
+from shardplug.permutation import TensorPermutation
 from shardplug.plan.batches import deal_batches, keep_batch
 from shardplug.plan.deal import deal
-from shardplug.plan.order import epoch_seed
+from shardplug.plan.order import epoch_seed, order_key
 from shardplug.plan.shard import Shard
 from shardplug.plan.split import ShardPlan, Split, Tail
 
@@ -101,6 +109,70 @@ class SeedableRandomSampler(RandomSampler):
         yield from _all_of(self.order())
 
 
+@final
+class PermutedSampler(Sampler[int]):
+    """Shuffle by a keyed permutation: constant memory, random access, at any size.
+
+    The order is a function of (seed, epoch), the same on any platform and in every version. See
+    `shardplug.plan.order.KeyedPermutation` for how it is made.
+
+    Args:
+        data_source_or_length: What is sampled from, or how many samples it has, up to 2^62.
+        seed: Any integer; the same on all ranks.
+
+    Raises:
+        PlanError: If the number of samples is out of range.
+
+    Example:
+        >>> sampler = PermutedSampler(10**12, seed=1)
+        >>> sampler[3] == sampler.take(torch.tensor([3])).item()
+        True
+        >>> sorted(PermutedSampler(5))
+        [0, 1, 2, 3, 4]
+    """
+
+    def __init__(self, data_source_or_length: Sized | int, seed: int = 0) -> None:
+        self.num_samples = (
+            data_source_or_length
+            if isinstance(data_source_or_length, int)
+            else len(data_source_or_length)
+        )
+        self.seed = seed
+        self.set_epoch(0)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch that positions are looked up in."""
+        self.epoch = epoch
+        self._permutation = TensorPermutation(self.num_samples, order_key(self.seed, epoch))
+
+    def __getitem__(self, position: int) -> int:
+        """Return the sample at a position, in [0, num_samples)."""
+        return self._permutation.scalar[position]
+
+    def take(self, positions: torch.Tensor) -> torch.Tensor:
+        """Return the samples at some positions.
+
+        Args:
+            positions: int64, any shape, each in [0, num_samples).
+
+        Returns:
+            int64, of the same shape.
+        """
+        return self._permutation.take(positions)
+
+    def order(self) -> Order:
+        """Return the order of the epoch that is set."""
+        return PermutedOrder(self._permutation)
+
+    def __iter__(self) -> Iterator[int]:
+        """Yield the samples of the epoch that is set."""
+        yield from _all_of(self.order())
+
+    def __len__(self) -> int:
+        """Count the samples."""
+        return self.num_samples
+
+
 def _all_of(order: Order) -> Iterator[int]:
     block = 1024
     full, rest = divmod(len(order), block)
@@ -109,7 +181,7 @@ def _all_of(order: Order) -> Iterator[int]:
     yield from order.take(range(len(order) - rest, len(order)))
 
 
-def draw_order(
+def draw_order(  # noqa: PLR0911  # one line for each kind
     sampler: Iterable[int],
 ) -> tuple[Order, Callable[[], None] | None] | None:
     """Look through a sampler: draw the order of its next pass without walking it.
@@ -267,7 +339,7 @@ class BatchSamplerShard(BatchSampler):
     def num_samples(self) -> int | None:
         """Samples in the order of an epoch; None if only a pass will tell."""
         if self.is_plain:
-            return len(self.sampler) if isinstance(self.sampler, Sized) else None
+            return known_length(self.sampler)
         if isinstance(self.batch_sampler, Sequence):
             return sum(map(len, self.batch_sampler))
         return None
@@ -331,10 +403,7 @@ class BatchSamplerShard(BatchSampler):
             split=self._split,
             tail=self.tail,
         )
-        try:
-            steps = None if isinstance(self.batch_sampler, Sequence) else len(self)
-        except TypeError:
-            steps = None
+        steps = None if isinstance(self.batch_sampler, Sequence) else known_length(self)
         return WalkedPass(parts, start=0, num_steps=steps, name="batch_sampler"), head
 
     def __iter__(self) -> Iterator[Any]:
@@ -453,6 +522,16 @@ def epoch_parts(batch_sampler: Any, *others: Any) -> list[HasEpoch]:
             parts.append(nested)
         nested = getattr(nested, "batch_sampler", None) or getattr(nested, "sampler", None)
     return parts + [part for part in others if isinstance(part, HasEpoch)]
+
+
+def known_length(items: Any) -> int | None:
+    """Return the length of something, or None if it does not tell."""
+    if not isinstance(items, Sized):
+        return None
+    try:
+        return len(items)
+    except (TypeError, NotImplementedError):  # it has the method, but no answer
+        return None
 
 
 def choose_tail(tail: str | Tail | None, *, even_batches: bool, drop_last: bool) -> Tail:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sized
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Any, Protocol, final, runtime_checkable
@@ -14,7 +14,7 @@ from shardplug.passes import Pass, StreamPass
 from shardplug.plan.deal import Part, deal
 from shardplug.plan.shard import Shard
 from shardplug.plan.split import ShardPlan, Split, Tail
-from shardplug.samplers import HasEpoch, choose_tail
+from shardplug.samplers import HasEpoch, choose_tail, known_length
 from shardplug.worker_info import WatchedInfo, WorkerSplit, check_worker_split, worker_place
 
 
@@ -117,12 +117,7 @@ class StreamFeed:
     @property
     def num_samples(self) -> int | None:
         """Items of the stream that is read, None if it does not tell."""
-        if self.is_cut or not isinstance(self.dataset, Sized):
-            return None
-        try:
-            return len(self.dataset)
-        except TypeError:  # it has the method, but no answer
-            return None
+        return None if self.is_cut else known_length(self.dataset)
 
     @property
     def plan(self) -> ShardPlan:
@@ -200,7 +195,7 @@ class IterableDatasetShard(IterableDataset[Any]):
         [0, 1, 4, 5]
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0917  # these names and their order are Accelerate's
         self,
         dataset: Any,
         batch_size: int = 1,

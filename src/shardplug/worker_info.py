@@ -71,7 +71,7 @@ class WatchedInfo:
                 "the data set splits by get_worker_info(), else num_workers=0."
             )
         watched: Any = WatchedInfo(info, hides_split=worker_split == "shardplug")
-        torch_worker._worker_info = watched
+        torch_worker._worker_info = watched  # noqa: SLF001  # torch has no public way
 
     @property
     def id(self) -> int:

@@ -8,7 +8,7 @@ batches; its answer is one message.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
 
@@ -158,7 +158,7 @@ class StreamReader:
     plan: ShardPlan
     worker_split: WorkerSplit
     _number: int | None = None
-    _parts: Iterator[Part[Any]] = iter(())
+    _parts: Iterator[Part[Any]] = field(default_factory=lambda: iter(()))
     _step: int = 0
     _splits_itself: bool = False
 
