@@ -19,7 +19,7 @@ from shardplug.errors import CommError
 from shardplug.plan.split import Tail
 
 AHEAD = 16
-"""Most batches that a rank holds in hand to buy steps with."""
+"""Most steps that one message buys: a rank holds one batch more than that in hand."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ def in_step(
     while not is_end:
         _, by_rank = gather_facts(comm, partial(hand.fill, wanted), num_facts=3)
         if not is_cut:
-            _check_same([have for have, _, _ in by_rank])
+            _check_same([(have, bool(ended)) for have, ended, _ in by_rank])
         steps, is_end = _allowed_steps([(have, bool(ended)) for have, ended, _ in by_rank], tail)
         if steps and not all(has_any for _, _, has_any in by_rank):
             src = next(rank for rank, facts in enumerate(by_rank) if facts[2])
@@ -99,15 +99,19 @@ class _Hand:
         self.latest: Arrival | None = None
 
     def fill(self, wanted: int) -> tuple[None, Sequence[int]]:
-        """Get batches until ``wanted`` are ready or the part has ended, and tell how it stands."""
-        missing = wanted - len(self._ready)
+        """Get batches until ``wanted`` may go out or the part has ended, and tell how it stands.
+
+        One more than may go out is fetched, so that the last one is known when it does.
+        """
+        missing = wanted + 1 - len(self._ready)
         if missing > 0 and not self._has_ended:
             got = list(islice(self._arrivals, missing))
             self._ready.extend(got)
             self._has_ended = len(got) < missing
         if self.latest is None and self._ready:
             self.latest = self._ready[0]
-        return None, (len(self._ready), self._has_ended, self.latest is not None)
+        may_go = len(self._ready) - (not self._has_ended)
+        return None, (may_go, self._has_ended, self.latest is not None)
 
     def borrow(self, arrival: Arrival) -> None:
         """Take another rank's batch to repeat where this one has none."""
@@ -124,11 +128,11 @@ class _Hand:
         return replace(self.latest, is_last=is_last)
 
 
-def _check_same(have_by_rank: Sequence[int]) -> None:
+def _check_same(hands: Sequence[tuple[int, bool]]) -> None:
     """Refuse streams that end on some ranks only."""
-    least = min(have_by_rank)
-    if least < max(have_by_rank):
-        ended = [rank for rank, have in enumerate(have_by_rank) if have == least]
+    least = min(hands, key=lambda hand: (hand[0], not hand[1]))
+    if any(hand != least for hand in hands):
+        ended = [rank for rank, hand in enumerate(hands) if hand == least]
         raise CommError(
             f"Ranks disagree on the end of the stream: it has ended on ranks {ended} but goes on "
             "on the others. Give every rank the same stream, or pass already_sharded=True if each "

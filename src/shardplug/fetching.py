@@ -34,13 +34,13 @@ from shardplug.workers import (
 def message_sizes(per_message: int, num_workers: int) -> Iterator[int]:
     """Yield how many batches each message carries: 1, 2, 4, ... ``per_message``, worker by worker.
 
-    The first batch comes as early as if each came alone.
+    The first batch comes as early as if each came alone. Without workers each does.
     """
     size = 1
     while True:
         for _ in range(max(1, num_workers)):
             yield size
-        size = min(2 * size, per_message)
+        size = min(2 * size, per_message if num_workers else 1)
 
 
 @final

@@ -45,7 +45,7 @@ _PASS_FACTS: dict[str, str | None] = {
     "epoch": "Call set_epoch() with the same value on every rank.",
     "position": "Start the pass at the same step on every rank.",
     "seed": "Prepare the loader on every rank.",
-    "order": (
+    "fingerprint of the order": (
         "Its sampler draws another order on each rank: seed it alike on all ranks, pass "
         'rng_types, or sync_order="broadcast" to use that of rank 0.'
     ),

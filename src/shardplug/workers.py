@@ -105,8 +105,8 @@ class MapReader:
         for index in index_batches:
             try:
                 batches.append(self.collate(self._fetch(index)))
-            except Exception:  # noqa: BLE001  # raised again in the training process, in its turn
-                failure = _caught()
+            except Exception:  # noqa: BLE001
+                failure = _caught()  # raised again in the training process, in its turn
                 break
         return Message(_packed(batches), failure=failure)
 
@@ -175,8 +175,8 @@ class StreamReader:
                     valid_rows = (count_rows(batch) or 1) if part.valid_rows else 0
                 batches.append(batch)
                 records.append((valid_rows, part.consumed))
-        except Exception:  # noqa: BLE001  # raised again in the training process, in its turn
-            failure = _caught()
+        except Exception:  # noqa: BLE001
+            failure = _caught()  # raised again in the training process, in its turn
         has_ended = failure is None and len(batches) < task.count
         return Message(_packed(batches), tuple(records), has_ended, failure)
 
@@ -256,7 +256,8 @@ def _packed(batches: list[Any]) -> list[Any] | packing.Packed:
 
 
 def _caught() -> ExceptionWrapper:
-    where = f"in DataLoader worker process {worker_place()[0]}"
+    """Take what is being raised along to the training process; raise it if this is that process."""
     if get_worker_info() is None:
-        where = "in the training process"
+        raise  # called while an exception is handled
+    where = f"in DataLoader worker process {worker_place()[0]}"
     return ExceptionWrapper(where=where)  # type: ignore[no-untyped-call]
