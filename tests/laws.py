@@ -229,13 +229,21 @@ def tile(run: Run, case: Case, *, order: Order | None = None, consumed: int = 0)
     Under ``Tail.DROP`` exactly what does not fill a round is missing. ``consumed``: samples that
     were done before the run.
     """
-    due = _order_of(case, order)[consumed:]
-    if case.tail is Tail.DROP:
-        due = due[: len(due) - len(due) % case.global_batch_size]
-    real = real_rows(run)
-    if case.tail is Tail.PAD and any(step.valid_rows is None for step in chain(*rounds(run))):
-        real = real[: len(due)]
+    due = _due(_order_of(case, order)[consumed:], case)
+    real = _real_rows(run, case, len(due))
     assert real == due, f"tile: {case} from {consumed} gave {real}, due were {due}"
+
+
+def _due(ids: Sequence[int], case: Case) -> Sequence[int]:
+    is_cut = case.tail is Tail.DROP
+    return ids[: len(ids) - len(ids) % case.global_batch_size] if is_cut else ids
+
+
+def _real_rows(run: Run, case: Case, due: int) -> list[int]:
+    """List the real rows; where padding is not recorded, it is what comes after all others."""
+    real = real_rows(run)
+    is_recorded = all(step.valid_rows is not None for step in chain(*rounds(run)))
+    return real if is_recorded or case.tail is not Tail.PAD else real[:due]
 
 
 def padding(run: Run, case: Case, *, order: Order | None = None, consumed: int = 0) -> None:
@@ -288,16 +296,15 @@ def valid_rows(run: Run, case: Case, *, consumed: int = 0) -> None:
                 f"valid rows: {case} from {consumed}, step {number} cannot be: {step}"
             )
             recorded += said
-    due = case.num_samples - consumed
-    if case.tail is Tail.DROP:
-        due -= due % case.global_batch_size
+    due = len(_due(range(consumed, case.num_samples), case))
     assert recorded == due, f"valid rows: {case} from {consumed} add up to {recorded}, not {due}"
 
 
-def prefix(run: Run, case: Case, *, consumed: int = 0) -> None:
+def prefix(run: Run, case: Case, *, consumed: int = 0, is_end_known: bool = True) -> None:
     """What has been consumed is a prefix of the global order: the real rows of all rounds so far.
 
-    With its last step out, each rank counts the epoch as done, dropped rows included.
+    With its last step out, each rank counts the epoch as done, dropped rows included; of a stream
+    it cannot know that more would not have come.
     """
     done = consumed
     for number, round_ in enumerate(rounds(run)):
@@ -305,7 +312,7 @@ def prefix(run: Run, case: Case, *, consumed: int = 0) -> None:
         for rank, rank_run in enumerate(run):
             if number >= len(rank_run.steps):
                 continue
-            is_last = number == len(rank_run.steps) - 1
+            is_last = is_end_known and number == len(rank_run.steps) - 1
             said, due = rank_run.steps[number].consumed, case.num_samples if is_last else done
             assert said == due, (
                 f"prefix: {case} from {consumed}, rank {rank} after step {number} says {said} are "
@@ -313,7 +320,14 @@ def prefix(run: Run, case: Case, *, consumed: int = 0) -> None:
             )
 
 
-def one_pass(make: Make, case: Case, *, order: Order | None = None, is_sized: bool = True) -> Run:
+def one_pass(
+    make: Make,
+    case: Case,
+    *,
+    order: Order | None = None,
+    is_sized: bool = True,
+    is_end_known: bool = True,
+) -> Run:
     """Hold a full pass against every law on one run; what is not recorded is not asked about."""
     run = make(case)
     tile(run, case, order=order)
@@ -324,7 +338,7 @@ def one_pass(make: Make, case: Case, *, order: Order | None = None, is_sized: bo
     if any(step.valid_rows is not None for step in steps):
         valid_rows(run, case)
     if any(step.consumed is not None for step in steps):
-        prefix(run, case)
+        prefix(run, case, is_end_known=is_end_known)
     return run
 
 
@@ -364,20 +378,16 @@ def shuffled(make: Callable[[int], Run], case: Case, *, num_epochs: int = 3) -> 
     Ranks that disagree on the order leave samples out and repeat others. Needs enough samples for
     two orders to differ: ten or more.
     """
-    orders = [real_rows(make(epoch)) for epoch in range(num_epochs)]
-    for epoch, ids in enumerate(orders):
-        again = real_rows(make(epoch))
+    every = range(case.num_samples)
+    due = len(_due(every, case))
+    orders = set()
+    for epoch in range(num_epochs):
+        ids, again = (_real_rows(make(epoch), case, due) for _ in range(2))
         assert ids == again, f"order: {case}, epoch {epoch} gave {ids}, then {again}"
-        tile(make(epoch), case, order=_with_dropped(ids, case))
-        due = case.num_samples - case.num_samples % case.global_batch_size
-        kept = due if case.tail is Tail.DROP else case.num_samples
-        assert len(set(ids)) == len(ids) == kept, f"order: {case}, epoch {epoch}: {ids}"
-        assert set(ids) <= set(range(case.num_samples)), f"order: {case}, epoch {epoch}: {ids}"
-    assert len(set(map(tuple, orders))) == num_epochs, f"order: {case} repeats: {orders}"
-
-
-def _with_dropped(ids: Sequence[int], case: Case) -> list[int]:
-    return [*ids, *(set(range(case.num_samples)) - set(ids))]
+        assert len(ids) == len(set(ids)) == due, f"order: {case}, epoch {epoch} gave {ids}"
+        assert set(ids) <= set(every), f"order: {case}, epoch {epoch} gave {ids}"
+        orders.add(tuple(ids))
+    assert len(orders) == num_epochs, f"order: {case} repeats one in {orders}"
 
 
 def resume(run_from: RunFrom, case: Case, *, stops: Iterable[int] | None = None) -> None:

@@ -51,8 +51,6 @@ def rounds(case: Case, *, consumed: int = 0) -> list[Round]:
     hand_size = case.batch_size
     batches = chunks(positions, case.batch_size)
     if case.split is Split.SLICE:
-        if case.batch_size % case.world_size:
-            raise Impossible
         hand_size = case.batch_size // case.world_size
         dealt = [chunks(batch, hand_size) for batch in batches]
     else:

@@ -227,6 +227,8 @@ def test_no_batches_no_steps(split: Split, tail: Tail) -> None:
 
 
 @given(batch_lists(), st.integers(1, 4), st.sampled_from([Tail.DROP, Tail.UNEVEN, Tail.EXACT]))
+@example(batches_of([1, 1, 1]), 2, Tail.EXACT)
+@example(batches_of([4, 2, 1]), 2, Tail.EXACT)
 def test_the_rest_after_any_step_is_that_of_the_unbroken_run(
     batches: list[list[int]], count: int, tail: Tail
 ) -> None:

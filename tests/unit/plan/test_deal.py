@@ -36,12 +36,13 @@ def drain(parts: Generator[Part[T], None, int]) -> tuple[list[Part[T]], int]:
             return yielded, end.value
 
 
-def run_from(case: Case, consumed: int | None, *, head: bool = True) -> Run:
+def run_from(case: Case, consumed: int | None) -> Run:
     start = consumed or 0
     ranks: list[RankRun] = []
     for rank in range(case.world_size):
         plan = plan_of(case, rank, consumed=start)
-        first = range(min(case.num_samples, case.global_batch_size)) if head and start else ()
+        is_padded = start > 0 and case.tail is Tail.PAD
+        first = range(min(case.num_samples, case.global_batch_size)) if is_padded else ()
         parts, end = drain(deal(iter(range(start, case.num_samples)), plan, head=first))
         assert end == case.num_samples, case
         ranks.append(laws.parts_rank(parts))
@@ -77,6 +78,7 @@ def test_any_rest_of_a_stream_is_dealt_as_if_its_end_were_known(split: Split, ta
                 assert run_from(case, consumed) == expected, (case, consumed)
 
 
+# Not DROP: that a stream has ended in the middle of a round is not known until more is asked of it.
 @given(strategies.chains(tails=(Tail.PAD, Tail.UNEVEN)))
 def test_a_stream_goes_on_in_other_worlds(legs: tuple[laws.Leg, ...]) -> None:
     laws.elastic(run_from, legs)
@@ -84,12 +86,7 @@ def test_a_stream_goes_on_in_other_worlds(legs: tuple[laws.Leg, ...]) -> None:
 
 @given(strategies.possible_cases())
 def test_a_stream_keeps_the_laws(case: Case) -> None:
-    run = run_from(case, None)
-    laws.tile(run, case)
-    laws.padding(run, case)
-    laws.same_count(run, case)
-    laws.valid_rows(run, case)
-    laws.length(run, is_sized=False)
+    laws.one_pass(lambda case: run_from(case, None), case, is_sized=False, is_end_known=False)
     laws.resume(run_from, case)
 
 
