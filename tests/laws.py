@@ -147,6 +147,10 @@ class Loader(Protocol):
     def __iter__(self) -> Iterator[Any]: ...
     @property
     def valid_rows(self) -> int: ...
+
+
+@runtime_checkable
+class _HasState(Protocol):
     def state_dict(self) -> dict[str, Any]: ...
 
 
@@ -158,8 +162,8 @@ def loader_rank(loader: Loader, *, ids: Callable[[Any], Iterable[int]] | None = 
     promised = length_of(loader)
     steps = []
     for batch in loader:
-        state = loader.state_dict()
-        consumed = state["consumed"] if state["unit"] == "samples" else None
+        state = loader.state_dict() if isinstance(loader, _HasState) else {}
+        consumed = state["consumed"] if state.get("unit") == "samples" else None
         rows = ids_of(batch) if ids is None else tuple(ids(batch))
         steps.append(Step(rows, loader.valid_rows, consumed, state))
     return RankRun(tuple(steps), promised)
@@ -343,7 +347,10 @@ def one_pass(
 
 
 def as_prepared(case: Case) -> Case:
-    """Return the case whose laws a prepared *loader* keeps: on one rank it is not padded."""
+    """Return the case whose laws a prepared *loader* keeps: on one rank it is not padded.
+
+    ``one_pass(lambda _: run_of(case), as_prepared(case))``
+    """
     if case.world_size == 1 and case.tail is Tail.PAD:
         return Case(case.num_samples, case.batch_size, 1, case.split, Tail.UNEVEN)
     return case
