@@ -77,11 +77,11 @@ def train_without_shardplug() -> list[list[float]]:
 
 
 @pytest.mark.slow  # DDP imports a compiler in every process
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(180)
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_the_model_is_that_of_one_process(world_size: int) -> None:
     expected = train_without_shardplug()
-    for trained in run_processes(world_size, train_on_ranks, timeout_s=100):
+    for trained in run_processes(world_size, train_on_ranks, timeout_s=150):
         for value, right in zip(trained, expected, strict=True):
             assert value == pytest.approx(right, rel=0, abs=1e-5)
 
