@@ -34,7 +34,7 @@ lint: $(STAMPS)/lint
 	@$(BIN)/ruff format --check
 	@$(BIN)/ruff check
 	@$(BIN)/mypy
-	@$(BIN)/lint-imports
+	@$(BIN)/lint-imports --no-logo
 
 format: $(STAMPS)/lint
 	@$(BIN)/ruff format
