@@ -56,17 +56,22 @@ def pack(batches: list[Any]) -> Packed:
     Returns:
         What `unpack` makes them of again.
     """
-    data = bytearray()
+    chunks: list[bytes] = []
+    length = 0
 
     def put(leaf: object) -> object:
+        nonlocal length
         if not isinstance(leaf, Tensor) or not _is_inline(leaf):
             return leaf
-        data.extend(b"\0" * (-len(data) % _ALIGNMENT))
-        piece = _Piece(len(data), leaf)
-        data.extend(_bytes_of(leaf))
+        piece = _Piece(length, leaf)
+        data = _bytes_of(leaf)
+        padding = -len(data) % _ALIGNMENT
+        chunks.extend((data, bytes(padding)))
+        length += len(data) + padding
         return piece
 
-    return Packed([map_leaves(put, batch) for batch in batches], bytes(data))
+    packed = [map_leaves(put, batch) for batch in batches]
+    return Packed(packed, b"".join(chunks))
 
 
 def unpack(packed: Packed) -> list[Any]:

@@ -138,12 +138,14 @@ class PermutedSampler(Sampler[int]):
             else len(data_source_or_length)
         )
         self.seed = seed
-        self.set_epoch(0)
+        self.epoch = 0
+        self._permutation = TensorPermutation(self.num_samples, order_key(seed, 0))
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch that positions are looked up in."""
-        self.epoch = epoch
-        self._permutation = TensorPermutation(self.num_samples, order_key(self.seed, epoch))
+        if epoch != self.epoch:
+            self.epoch = epoch
+            self._permutation = TensorPermutation(self.num_samples, order_key(self.seed, epoch))
 
     def __getitem__(self, position: int) -> int:
         """Return the sample at a position, in [0, num_samples)."""
