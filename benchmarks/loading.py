@@ -1,11 +1,10 @@
-"""Samplers and loaders beside their peers: what it costs to be told what to read, and to read it."""
+"""Samplers and loaders beside their peers: what it costs to be told what to read."""
 
 from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from itertools import islice
 from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
@@ -63,9 +62,9 @@ class Images(Numbers):
         return self.image
 
 
-def drain(make: Callable[[], Iterable[Any]]) -> None:
+def drain(items: Iterable[Any]) -> None:
     """Take everything."""
-    for _ in make():
+    for _ in items:
         pass
 
 
@@ -86,6 +85,11 @@ def peer_shard(num_samples: int, world_size: int) -> Iterable[Any]:
     return made
 
 
+def epoch(make: Callable[[int, int], Iterable[Any]], num_samples: int, world_size: int) -> None:
+    """Make the batches of one rank's epoch and take them all."""
+    drain(make(num_samples, world_size))
+
+
 def same_batches(num_samples: int = 10**7) -> list[Row]:
     """Compare the batches of one rank's epoch with accelerate's, then time both."""
     found = []
@@ -94,8 +98,8 @@ def same_batches(num_samples: int = 10**7) -> list[Row]:
         if list(ours) != list(theirs):
             raise SystemExit(f"the batches differ from accelerate's at {world_size} ranks")
         ours_s, peer_s = median_interleaved(
-            partial(drain, partial(our_shard, num_samples, world_size)),
-            partial(drain, partial(peer_shard, num_samples, world_size)),
+            partial(epoch, our_shard, num_samples, world_size),
+            partial(epoch, peer_shard, num_samples, world_size),
             repeats=3,
         )
         what = f"accelerate's batches, one rank of {world_size}, n=1e7"
@@ -137,11 +141,11 @@ def loaders(num_batches: int = 1000) -> list[Row]:
         ours = prepare_data_loader(keyed, **place)
         theirs = peer_prepare(whole, put_on_device=False, **place)
         ours_s, plain_s = median_interleaved(
-            partial(drain, lambda: ours),
-            partial(drain, lambda: plain),
-            repeats=9,  # noqa: B023
+            partial(drain, ours),
+            partial(drain, plain),
+            repeats=9,
         )
-        peer_s = median(seconds(partial(drain, lambda: theirs)) for _ in range(2))  # noqa: B023
+        peer_s = median(seconds(partial(drain, theirs)) for _ in range(2))
         what = f"loader / plain DataLoader, one rank of {world_size}"
         ratios = ours_s / plain_s, peer_s / plain_s
         found.append(at_most(what, ratios[0], limit, unit="", peer=ratios[1], name="accelerate"))
@@ -158,9 +162,9 @@ def messages() -> list[Row]:
         plain = DataLoader(kind(num_batches * BATCH_SIZE), BATCH_SIZE, num_workers=2)
         ours = prepare_data_loader(plain, batches_per_message=16)
         ours_s, plain_s = median_interleaved(
-            partial(drain, lambda: ours),
-            partial(drain, lambda: plain),
-            repeats=3,  # noqa: B023
+            partial(drain, ours),
+            partial(drain, plain),
+            repeats=3,
         )
         each = 1e6 / num_batches
         what = f"16 batches a message, 2 workers, {name}"
@@ -191,22 +195,17 @@ def _agreement(rank: int, place: str, num_steps: int) -> tuple[float, float]:
         return (Arrival(None, 1, step) for step in range(num_steps - 5 * rank))
 
     def ours() -> None:
-        for _ in in_step(arrivals(), comm, tail=Tail.PAD, is_cut=True):
-            pass
-
-    def bare() -> None:
-        for _ in arrivals():
-            pass
+        drain(in_step(arrivals(), comm, tail=Tail.PAD, is_cut=True))
 
     def blocking() -> None:
         for _ in range(num_steps):
             dist.all_reduce(flag)
 
-    for run in (ours, blocking):
-        run()
+    ours()
+    blocking()
     dist.barrier()
     ours_s, peer_s = median_interleaved(ours, blocking, repeats=5)
-    bare_s = median(seconds(bare) for _ in range(5))
+    bare_s = median(seconds(lambda: drain(arrivals())) for _ in range(5))
     dist.destroy_process_group()
     return (ours_s - bare_s) / num_steps * 1e6, peer_s / num_steps * 1e6
 
@@ -224,7 +223,7 @@ def many_ranks() -> list[Row]:
 
 
 def _tile_many_ranks() -> tuple[float, float, bool]:
-    import resource  # noqa: PLC0415  not there on Windows
+    import resource  # not there on Windows
 
     world_size, num_samples, ends = 1024, 10**9, 20
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
