@@ -188,6 +188,12 @@ def test_loaders_of_one_engine_differ_where_their_options_do() -> None:
     ]
 
 
+def test_a_loader_takes_options_that_the_engine_has_not() -> None:
+    everything = [[0, 1], [2, 3], [4]]
+    seen = prepared_on(2, 5, for_this_one={"already_sharded": True, "tail": "uneven"})
+    assert seen == [everything, everything]
+
+
 def test_the_seed_is_data_seed_then_that_of_the_users_generator_then_of_torch() -> None:
     def order(num_samples: int, generator: torch.Generator | None, **options: Any) -> list[int]:
         loader = loader_over(num_samples, num_samples, shuffle=True, generator=generator)
@@ -238,7 +244,7 @@ def test_rng_types_make_the_generators_of_the_ranks_equal() -> None:
 
 @pytest.mark.parametrize("rng_types", [None, ()])
 def test_without_rng_types_orders_that_differ_are_an_error(rng_types: Any) -> None:
-    with pytest.raises(CommError, match="disagree on the order of the loader over Drawing"):
+    with pytest.raises(CommError, match=r"disagree on .*order of the loader over Drawing"):
         run_ranks(2, read_drawing, rng_types)
 
 
@@ -362,6 +368,10 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     "an object of another kind": (
         lambda: ShardEngine().prepare(loader_over(4), {"lr": 0.1}),
         r"`objects` must be .*, got dict as number 2\.",
+    ),
+    "data_axes without a mesh": (
+        lambda: ShardEngine(data_axes=("dp",)),
+        r"`data_axes` must come with a mesh, got \('dp',\) without one\.",
     ),
     "None": (
         lambda: ShardEngine().prepare(None),
