@@ -195,7 +195,7 @@ class TorchComm:
         with self._named(call, number):
             messages = self._exchange(head, _HEAD_MESSAGE_BYTES)
         heads = [_HEAD.unpack_from(message) for message in messages]
-        _raise_unless_together([_CALLS[call].format(number) for call, number, _ in heads])
+        _raise_unless_together([(call, number) for call, number, _ in heads])
         sizes = [size for _, _, size in heads]
         if failure is not None:
             raise CommError(f"`value` must be picklable, but {failure}") from failure
@@ -374,7 +374,10 @@ def _filled_up(data: bytes, num_bytes: int) -> bytearray:
     return buffer
 
 
-def _raise_unless_together(calls: Sequence[str]) -> None:
-    if len(set(calls)) > 1:
-        doing = ", ".join(f"rank {rank} is in {call}" for rank, call in enumerate(calls))
+def _raise_unless_together(places: Sequence[tuple[int, int]]) -> None:
+    if len(set(places)) > 1:
+        doing = ", ".join(
+            f"rank {rank} is in {_CALLS[call].format(number)}"
+            for rank, (call, number) in enumerate(places)
+        )
         raise CommError(f"Every rank must be in the same collective, but {doing}.")
