@@ -55,22 +55,19 @@ class TensorPermutation:
     def __init__(self, num_samples: int, key: int) -> None:
         self.scalar = KeyedPermutation(num_samples, key)
         bits, rounds = self.scalar.column_bits, self.scalar.rounds
-        self._table = torch.tensor(self.scalar.table, dtype=torch.int64, device="cpu")
-        self._num_samples, self._column_bits = _wrapped([num_samples, bits], torch.int64)
-        self._row_scale = torch.tensor(
-            self.scalar.num_rows / 2**32, dtype=torch.float64, device="cpu"
-        )
-        self._num_rows, self._column_mask, self._low_mask = _wrapped(
-            [self.scalar.num_rows, -1 << 32 - bits, (1 << bits) - 1], torch.int32
-        )
-        self._hash_shift, self._sign_shift, self._column_shift = _wrapped(
-            [HASH_SHIFT, 31, 32 - bits], torch.int32
-        )
-        offsets = _wrapped([turn.offset for turn in rounds], torch.int32)
-        mixers = _wrapped([turn.mixer for turn in rounds], torch.int32)
+        self._table = _constant(self.scalar.table, torch.int64)
+        self._num_samples, self._column_bits = _constant([num_samples, bits], torch.int64).unbind()
+        self._row_scale = _constant(self.scalar.num_rows / 2**32, torch.float64)
+        shifts = [HASH_SHIFT, 31, 32 - bits]
+        masks = [-1 << 32 - bits, (1 << bits) - 1, self.scalar.num_rows]
+        per_round = [number for turn in rounds for number in (turn.offset, turn.mixer)]
+        wrapped = [_int32(number) for number in shifts + masks + per_round]
+        tensors = _constant(wrapped, torch.int32).unbind()
+        self._hash_shift, self._sign_shift, self._column_shift = tensors[:3]
+        self._column_mask, self._low_mask, self._num_rows = tensors[3:6]
         self._rounds = [
             _Round(offset, _int32(turn.factor), _int32(turn.mixer), mixer)
-            for turn, offset, mixer in zip(rounds, offsets, mixers, strict=True)
+            for turn, offset, mixer in zip(rounds, tensors[6::2], tensors[7::2], strict=True)
         ]
 
     def __len__(self) -> int:
@@ -171,10 +168,9 @@ class TensorPermutation:
         samples[outside] = landed
 
 
-def _wrapped(values: list[int], dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """Make 0-d constants. The device is named because another default may be set."""
-    numbers = [_int32(value) for value in values] if dtype == torch.int32 else values
-    return torch.tensor(numbers, dtype=dtype, device="cpu").unbind()
+def _constant(value: object, dtype: torch.dtype) -> Tensor:
+    # The device is named because another one may be the default.
+    return torch.tensor(value, dtype=dtype, device="cpu")
 
 
 def _int32(value: int) -> int:
