@@ -109,7 +109,8 @@ def count_rows(batch: object, *, expected: int | None = None) -> int | None:
     * packed sequences;
     * lists and tuples without anything of the above in them, when they are as long as the batch:
       ``default_collate`` makes such a list of the strings of a field. A list of another length
-      belongs to the whole batch. Of lists within lists the innermost count;
+      belongs to the whole batch (two class names in a batch of two cannot be told from rows). Of
+      lists within lists the innermost count;
     * lists and tuples as long as the batch whose tensors do not all have that many rows: one tensor
       (or dict of tensors) for each sample, of any shape. If all of them have that many rows the
       list is a container of fields, as ``default_collate`` makes it.
@@ -512,6 +513,11 @@ def _copy_with(node: object, items: list[tuple[object, object]]) -> object:
     if isinstance(made, (list, UserList, deque)):
         made.clear()
         made.extend(value for _, value in items)
+        if len(made) != len(items):  # a deque drops what is beyond its `maxlen`
+            raise BatchError(
+                f"A batch container of type {type(node).__name__} must hold {len(items)} entries,"
+                f" holds {len(made)}. Use a list."
+            )
     elif isinstance(made, (dict, UserDict)):
         if getattr(node, "__dict__", None) is node:  # its attributes are its items
             object.__setattr__(made, "__dict__", made)
