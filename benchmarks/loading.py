@@ -192,7 +192,7 @@ def _agreement(rank: int, place: str, num_steps: int) -> tuple[float, float]:
     comm, flag = TorchComm(), torch.zeros(1)
 
     def arrivals() -> Iterator[Arrival]:
-        return (Arrival(None, 1, step) for step in range(num_steps - 5 * rank))
+        return (Arrival(None, 1, 1, step) for step in range(num_steps - 5 * rank))
 
     def ours() -> None:
         drain(in_step(arrivals(), comm, tail=Tail.PAD, is_cut=True))

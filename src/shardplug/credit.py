@@ -28,12 +28,14 @@ class Arrival:
 
     Attributes:
         batch: What the loader yields.
-        valid_rows: How many of its rows are real.
+        num_rows: How many rows it has.
+        valid_rows: How many of them are real.
         consumed: What has been consumed of the stream's order after it.
         is_last: Whether no further one comes.
     """
 
     batch: Any
+    num_rows: int
     valid_rows: int
     consumed: int
     is_last: bool = False

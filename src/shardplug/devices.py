@@ -32,7 +32,7 @@ def move_batches(
 
 def _copy_ahead(batches: Iterator[Any], device: torch.device) -> Iterator[Any]:
     """Keep one copy under way while the batch before it is used."""
-    copying = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    copying = torch.cuda.Stream(device)
 
     def start(batch: Any) -> Any:
         with torch.cuda.stream(copying):

@@ -107,7 +107,7 @@ class Messages:
     """
 
     def __init__(
-        self, readers: DataLoader[Any], *, num_readers: int, records: deque[tuple[int, int]]
+        self, readers: DataLoader[Any], *, num_readers: int, records: deque[tuple[int, int, int]]
     ) -> None:
         self._readers = readers
         self._num_readers = num_readers
@@ -180,7 +180,7 @@ class Crew:
         epoch: int,
         generator: torch.Generator,
         progress: Progress,
-        records: deque[tuple[int, int]],
+        records: deque[tuple[int, int, int]],
     ) -> Messages:
         """Start the readers for a pass; where workers are kept, also for those after it.
 

@@ -256,6 +256,41 @@ class DataLoaderShard(DataLoader[Any]):
         return run.record.valid_rows(run.step - 1) if run is not None and run.step else 0
 
     @property
+    def num_rows(self) -> int:
+        """Rows of the batch that is out, padding included. 0 when no batch is out."""
+        run = self._epochs.progress.run
+        return run.record.num_rows(run.step - 1) if run is not None and run.step else 0
+
+    @property
+    def tail(self) -> Tail:
+        """What happens where an epoch does not divide evenly."""
+        return self._feed.tail
+
+    @property
+    def is_in_step(self) -> bool | None:
+        """Whether all ranks take the same number of steps in a pass; None if only they can tell."""
+        plan, feed = self._feed.plan, self._feed
+        if feed.is_cut and isinstance(feed, IndexFeed):
+            return None
+        if self.shard.count == 1 or self.tail is not Tail.UNEVEN:
+            return True
+        if feed.is_cut or plan.num_samples is None:
+            return False
+        shards = (Shard(0, plan.shard.count), Shard(plan.shard.count - 1, plan.shard.count))
+        first, last = (plan.seek(0, shard=shard).num_steps for shard in shards)
+        return first == last
+
+    @property
+    def is_simulation(self) -> bool:
+        """Whether the shard is not this process's own, so that there is nobody to agree with."""
+        return self._settings.is_simulation
+
+    @property
+    def comm(self) -> Comm:
+        """The ranks that share the data."""
+        return self._settings.comm or current_comm()
+
+    @property
     def remainder(self) -> int:
         """Real rows of a pass's last step over all ranks if that is not full, else -1.
 
@@ -344,15 +379,12 @@ class DataLoaderShard(DataLoader[Any]):
         finally:
             run.was_left = True
 
-    def _comm(self) -> Comm:
-        return self._settings.comm or current_comm()
-
     def _agree_on_pass(self) -> Pass:
         """Begin the upcoming pass, and make sure that all ranks begin the same."""
         settings, feed, cursor = self._settings, self._feed, self._epochs.progress.upcoming
         self._epochs.tell(cursor.epoch)
         skipped = max(settings.skip_batches if not cursor.consumed else 0, self._skip_once)
-        comm = None if settings.is_simulation else self._comm()
+        comm = None if settings.is_simulation else self.comm
         is_known = feed.is_by_value or feed.is_cut or comm is None or comm.world_size == 1
         look = 0 if is_known else _LOOK
         if comm is not None and settings.rng_types:
@@ -378,7 +410,7 @@ class DataLoaderShard(DataLoader[Any]):
     def _fetch(self, pass_: Pass, run: Run) -> Iterator[Any]:
         """Let the user's own ``__iter__`` make the batches of a pass, then see to them."""
         inner = self._inner
-        records: deque[tuple[int, int]] = deque()
+        records: deque[tuple[int, int, int]] = deque()
         self._batches.offer(pass_)
         inner.__dict__["_get_iterator"] = partial(self._open, run.epoch, records)
         try:
@@ -411,12 +443,12 @@ class DataLoaderShard(DataLoader[Any]):
         return move_batches(batches, device, non_blocking=self._settings.non_blocking)
 
     def _in_step(
-        self, batches: Iterator[Any], records: deque[tuple[int, int]]
+        self, batches: Iterator[Any], records: deque[tuple[int, int, int]]
     ) -> Iterator[Arrival]:
         """Pair the batches of a stream with their records; keep ranks with own parts in step."""
         arrivals = (Arrival(batch, *records.popleft()) for batch in batches)
         feed = self._feed
-        comm = None if self._settings.is_simulation else self._comm()
+        comm = None if self._settings.is_simulation else self.comm
         if comm is not None and comm.world_size > 1 and feed.tail is not Tail.UNEVEN:
             return in_step(arrivals, comm, tail=feed.tail, is_cut=feed.is_cut)
         return mark_last(arrivals)
@@ -425,11 +457,16 @@ class DataLoaderShard(DataLoader[Any]):
         """Write the record of each batch of a stream just before it goes out."""
         # An arrival is a dataclass, so its batch is moved like any other nesting.
         for arrival in self._moved(arrivals):
-            pass_.add(arrival.valid_rows, arrival.consumed, is_last=arrival.is_last)
+            pass_.add(
+                arrival.num_rows,
+                arrival.valid_rows,
+                arrival.consumed,
+                is_last=arrival.is_last,
+            )
             yield arrival.batch
         pass_.end()
 
-    def _open(self, epoch: int, records: deque[tuple[int, int]]) -> Any:
+    def _open(self, epoch: int, records: deque[tuple[int, int, int]]) -> Any:
         """Make the iterator that fetches: torch's own over a copy, or messages from readers."""
         inner, feed, settings = self._inner, self._feed, self._settings
         # What torch draws from to start a pass, so that no generator of the process moves.

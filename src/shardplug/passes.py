@@ -65,6 +65,10 @@ class SampledPass:
         consumed = self.plan.cursor(min(steps, self.num_steps))
         return SampledPass(self._order, self.plan.seek(consumed), on_exhausted=self._on_exhausted)
 
+    def num_rows(self, step: int) -> int:
+        """Count the rows of a step's batch."""
+        return len(self.plan.positions(step))
+
     def valid_rows(self, step: int) -> int:
         """Count the real rows of a step."""
         return self.plan.valid_rows(step)
@@ -94,7 +98,7 @@ class WalkedPass:
         self._parts = parts
         self._num_steps = num_steps
         self._name = name
-        self._valid_rows: list[int] = []
+        self._rows: list[tuple[int, int]] = []
         self._consumed = [start]
 
     @property
@@ -105,10 +109,10 @@ class WalkedPass:
     def __iter__(self) -> Iterator[Any]:
         """Walk the parts, recording each before it goes out."""
         for part in self._parts:
-            self._valid_rows.append(part.valid_rows)
+            self._rows.append((len(part.rows), part.valid_rows))
             self._consumed.append(part.consumed)
             yield part.rows
-        walked = len(self._valid_rows)
+        walked = len(self._rows)
         if self._num_steps not in (None, walked):
             raise PlanError(
                 f"`{self._name}` must yield as much as its length says, got an end after {walked} "
@@ -124,9 +128,13 @@ class WalkedPass:
         left = None if self._num_steps is None else max(0, self._num_steps - steps)
         return WalkedPass(self._parts, start=start, num_steps=left, name=self._name)
 
+    def num_rows(self, step: int) -> int:
+        """Count the rows of the batch of a step that has been walked."""
+        return self._rows[step][0]
+
     def valid_rows(self, step: int) -> int:
         """Count the real rows of a step that has been walked."""
-        return self._valid_rows[step]
+        return self._rows[step][1]
 
     def consumed(self, step: int) -> int:
         """Count what was consumed before a step, when the one before has been walked."""
@@ -156,6 +164,10 @@ class PaddedPass:
     def after(self, steps: int) -> PaddedPass:
         """Jump: nothing is looked up on the way."""
         return PaddedPass(self._inner.after(steps), self._num_real)
+
+    def num_rows(self, step: int) -> int:
+        """Count the rows of a step's batch."""
+        return self._inner.num_rows(step)
 
     def valid_rows(self, step: int) -> int:
         """Count the rows of a step that stand before the padding."""
@@ -195,9 +207,13 @@ class ReadyPass:
         """Take down the rows of the batch of a step; only the latest two are kept."""
         self._rows = {step: rows, step - 1: self._rows.get(step - 1, 0)}
 
+    def num_rows(self, step: int) -> int:
+        """Count the rows of the batch of one of the latest steps."""
+        return self._rows.get(step, 1)
+
     def valid_rows(self, step: int) -> int:
-        """Count the rows of the batch of one of the latest steps, none if it is a repeat."""
-        return self._rows.get(step, 1) if self._inner.valid_rows(step) else 0
+        """Count the same, none if the batch is a repeat."""
+        return self.num_rows(step) if self._inner.valid_rows(step) else 0
 
     def consumed(self, step: int) -> int:
         """Count the batches consumed before a step."""
@@ -219,7 +235,7 @@ class StreamPass:
         self.first_step = first_step
         self._num_steps = num_steps
         self._steps = 0
-        self._latest = (0, start)
+        self._latest = (0, 0, start)
 
     @property
     def num_steps(self) -> int | None:
@@ -235,10 +251,10 @@ class StreamPass:
         left = None if self._num_steps is None else max(0, self._num_steps - steps)
         return StreamPass(self.start, first_step=self.first_step + steps, num_steps=left)
 
-    def add(self, valid_rows: int, consumed: int, *, is_last: bool) -> None:
+    def add(self, num_rows: int, valid_rows: int, consumed: int, *, is_last: bool) -> None:
         """Record the step whose batch is handed out next."""
         self._steps += 1
-        self._latest = (valid_rows, consumed)
+        self._latest = (num_rows, valid_rows, consumed)
         if is_last:
             self.end()
 
@@ -256,10 +272,14 @@ class StreamPass:
             )
         self._num_steps = self._steps
 
+    def num_rows(self, step: int) -> int:
+        """Count the rows of the batch of the latest step."""
+        return self._latest[0]
+
     def valid_rows(self, step: int) -> int:
         """Count the real rows of the latest step."""
-        return self._latest[0]
+        return self._latest[1]
 
     def consumed(self, step: int) -> int:
         """Count what was consumed up to the latest step, or before the first."""
-        return self._latest[1]
+        return self._latest[2]

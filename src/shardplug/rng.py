@@ -36,6 +36,16 @@ def seed_cpu(seed: int) -> None:
         np.random.seed(seed & 0xFFFFFFFF)  # the global one is what users draw from
 
 
+def seed_all(seed: int) -> None:
+    """Seed the generators of python, numpy (if installed) and torch, on every device.
+
+    Args:
+        seed: In [0, 2^63); numpy, which takes 32 bits, gets the low ones.
+    """
+    seed_cpu(seed)
+    torch.manual_seed(seed)
+
+
 def check_rng_types(rng_types: Sequence[str] | None) -> tuple[str, ...]:
     """Check the names of generators to synchronise, and that their devices are there.
 

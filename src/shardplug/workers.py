@@ -33,13 +33,13 @@ class Message:
     Attributes:
         batches: As many as were asked for, fewer at the end of a stream or before a failure;
             packed if there may be several.
-        records: For a stream: valid rows of each batch, and what is consumed after it.
+        records: For a stream: rows of each batch, how many are real, and what is consumed after it.
         has_ended: Whether this reader has come to the end of a stream.
         failure: What was raised in place of the next batch.
     """
 
     batches: list[Any] | packing.Packed
-    records: tuple[tuple[int, int], ...] = ()
+    records: tuple[tuple[int, int, int], ...] = ()
     has_ended: bool = False
     failure: ExceptionWrapper | None = None
 
@@ -49,7 +49,7 @@ class Message:
 
     def pin_memory(self, device: str | None = None) -> Message:
         """Copy the batches to page-locked memory; torch's loader asks for it."""
-        pinned = [pin_memory(batch, device) for batch in self.unpacked()]  # type: ignore[no-untyped-call]
+        pinned = [pin_memory(batch, device) for batch in self.unpacked()]
         return replace(self, batches=pinned)
 
 
@@ -165,16 +165,17 @@ class StreamReader:
     def __getitem__(self, task: StreamTask) -> Message:
         """Make the batches of one task, fewer if the stream ends; what is raised ends it."""
         batches: list[Any] = []
-        records: list[tuple[int, int]] = []
+        records: list[tuple[int, int, int]] = []
         failure = None
         try:
             for part in self._parts_of(task):
                 batch = self.collate(list(part.rows) if self.is_batched else part.rows[0])
-                valid_rows = part.valid_rows
+                num_rows, valid_rows = len(part.rows), part.valid_rows
                 if not self.is_batched:
-                    valid_rows = (count_rows(batch) or 1) if part.valid_rows else 0
+                    num_rows = count_rows(batch) or 1
+                    valid_rows = num_rows if valid_rows else 0
                 batches.append(batch)
-                records.append((valid_rows, part.consumed))
+                records.append((num_rows, valid_rows, part.consumed))
         except Exception:  # noqa: BLE001
             failure = _caught()  # raised again in the training process, in its turn
         has_ended = failure is None and len(batches) < task.count
@@ -260,4 +261,4 @@ def _caught() -> ExceptionWrapper:
     if get_worker_info() is None:
         raise  # called while an exception is handled
     where = f"in DataLoader worker process {worker_place()[0]}"
-    return ExceptionWrapper(where=where)  # type: ignore[no-untyped-call]
+    return ExceptionWrapper(where=where)

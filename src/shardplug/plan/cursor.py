@@ -39,6 +39,9 @@ class PassRecord(Protocol):
     def num_steps(self) -> int | None:
         """Steps of the pass; None while that is not known."""
 
+    def num_rows(self, step: int) -> int:
+        """Count the rows of a step's batch."""
+
     def valid_rows(self, step: int) -> int:
         """Count the real rows of a step's batch; they come first in it."""
 
