@@ -1,1 +1,14 @@
-"""shardplug in PyTorch-Ignite: each rank reads its own shard, and a checkpoint knows where."""
+"""shardplug in PyTorch-Ignite: ``ShardHandler().attach(trainer)``."""
+
+from __future__ import annotations
+
+try:
+    import ignite.engine  # noqa: F401
+except ImportError as error:
+    raise ImportError(
+        "shardplug_ignite needs PyTorch-Ignite: pip install 'shardplug[ignite]'"
+    ) from error
+
+from shardplug_ignite.handler import ShardHandler
+
+__all__ = ["ShardHandler"]
