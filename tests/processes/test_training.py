@@ -54,7 +54,7 @@ def train_on_ranks(comm: Comm) -> list[list[float]]:
         for inputs, labels in loader:
             assert len(inputs) == BATCH_SIZE // comm.world_size
             optimizer.zero_grad()
-            torch.autograd.backward(nn.functional.cross_entropy(model(inputs), labels))
+            nn.functional.cross_entropy(model(inputs), labels).backward()
             optimizer.step()
     return parameters_of(model.module)
 
@@ -66,7 +66,7 @@ def train_without_shardplug() -> list[list[float]]:
     speeds = [torch.zeros_like(weight) for weight in weights]
     for epoch in range(EPOCHS):
         order = torch.randperm(NUM_TRAIN, generator=torch.Generator().manual_seed(SEED + epoch))
-        for rows in torch.split(order, BATCH_SIZE)[: NUM_TRAIN // BATCH_SIZE]:
+        for rows in order.split(BATCH_SIZE)[: NUM_TRAIN // BATCH_SIZE]:
             loss = nn.functional.cross_entropy(model(inputs[rows]), labels[rows])
             with torch.no_grad():
                 slopes = torch.autograd.grad(loss, weights)
