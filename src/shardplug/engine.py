@@ -2,20 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol, get_args, runtime_checkable
 
 import torch
+from torch.amp.grad_scaler import GradScaler
 from torch.utils.data import DataLoader
 
+from shardplug.accumulation import MicroBatch, find_micro_batch, synchronising
+from shardplug.agree import gather, gather_for_metrics
 from shardplug.comm import Comm
 from shardplug.comm_torch import current_comm, local_device, start_process_group
 from shardplug.errors import PlanError
 from shardplug.loader import DataLoaderShard
+from shardplug.optimizer import ScalerAwareOptimizer
 from shardplug.plan.shard import Shard
+from shardplug.plan.window import Accumulation
 from shardplug.prepare import own_shard, prepare_data_loader
 from shardplug.rng import check_rng_types
 from shardplug.samplers import choose_tail
+from shardplug.scheduler import StepSyncedScheduler, Unit
+
+
+@runtime_checkable
+class _Schedule(Protocol):
+    """A schedule of learning rates, of torch's or like them."""
+
+    def step(self) -> Any: ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> Any: ...
 
 
 class ShardEngine:
@@ -35,6 +53,10 @@ class ShardEngine:
         use_seedable_sampler: Chooses where the seed of the order comes from.
         data_seed: The seed of the order.
         non_blocking: Whether moves to the device may overlap with what comes after.
+        gradient_accumulation_steps: Micro-batches of one optimizer step, at least 1.
+        scheduler_unit: What schedules count: "updates", real optimizer steps, or "batches" of the
+            unprepared loader.
+        scaler: A torch.amp.GradScaler that scales losses for all prepared optimizers.
         torch_device_mesh: Ranks that differ only in its model axes read the same batches.
         data_axes: The mesh axes that divide the data, where their names do not tell.
         comm: The ranks; None: those of this process.
@@ -61,23 +83,38 @@ class ShardEngine:
         use_seedable_sampler: bool = True,
         data_seed: int | None = None,
         non_blocking: bool = False,
+        gradient_accumulation_steps: int = 1,
+        scheduler_unit: Unit = "updates",
+        scaler: GradScaler | None = None,
         torch_device_mesh: Any = None,
         data_axes: Sequence[str] | None = None,
         comm: Comm | None = None,
     ) -> None:
         choose_tail(tail, even_batches=even_batches, drop_last=False)
         check_rng_types(rng_types)
+        Accumulation(gradient_accumulation_steps)  # raises where it is out of range
+        if scheduler_unit not in get_args(Unit):
+            raise PlanError(
+                f"`scheduler_unit` must be 'batches' or 'updates', got {scheduler_unit!r}."
+            )
         if comm is None:
             start_process_group()
+        self.gradient_accumulation_steps = gradient_accumulation_steps
+        self.scaler = scaler
+        self._scheduler_unit: Unit = scheduler_unit
         self._comm = comm
         self._shard = own_shard(self._ranks(), torch_device_mesh, data_axes)
+        self._loaders: list[DataLoaderShard] = []
+        self._optimizers: list[ScalerAwareOptimizer] = []
+        self._micro_batch: MicroBatch | None = None
+        self._split_batches = split_batches
         self._options: dict[str, Any] = {
             "split_batches": split_batches,
             "even_batches": even_batches,
             "tail": tail,
             "rng_types": rng_types,
             "use_seedable_sampler": use_seedable_sampler,
-            "data_seed": data_seed,
+            "data_seed": data_seed if use_seedable_sampler else None,
             "non_blocking": non_blocking,
             "torch_device_mesh": torch_device_mesh,
             "data_axes": data_axes,
@@ -113,7 +150,7 @@ class ShardEngine:
         return self.rank == 0
 
     def prepare(self, *objects: Any) -> Any:
-        """Prepare loaders, in any number.
+        """Prepare loaders, optimizers and schedules, in any order and number.
 
         Batches of prepared loaders are put on `device`. Modules come back as they are: wrapping
         them in DDP or FSDP is the caller's line.
@@ -121,22 +158,25 @@ class ShardEngine:
         Collective: every rank must call it with the same objects in the same order.
 
         Args:
-            objects: DataLoaders and modules.
+            objects: DataLoaders, optimizers, schedules and modules.
 
         Returns:
             What was prepared, in order; a single object if one was given.
 
         Raises:
-            PlanError: If an object is of another kind, before anything is prepared.
+            PlanError: If an object is of another kind, an optimizer has been prepared already, or
+                the optimizer of a schedule has not been; before anything is prepared.
         """
-        for place, given in enumerate(objects):
-            if not isinstance(given, (DataLoader, torch.nn.Module)):
-                raise PlanError(
-                    "`objects` must be DataLoaders or modules, got "
-                    f"{type(given).__name__} as number {place + 1}."
-                )
+        for place, given in enumerate(objects, start=1):
+            self._check(given, place, objects)
+        # Schedules come last: each needs the wrapper of its optimizer.
+        wrapped = {
+            id(given): self._wrap_optimizer(given)
+            for given in objects
+            if isinstance(given, torch.optim.Optimizer)
+        }
         prepared = tuple(
-            self.prepare_loader(given) if isinstance(given, DataLoader) else given
+            wrapped[id(given)] if id(given) in wrapped else self._prepare_one(given)
             for given in objects
         )
         return prepared[0] if len(prepared) == 1 else prepared
@@ -155,4 +195,204 @@ class ShardEngine:
             CommError: If ranks were given different loaders, or another rank failed.
         """
         chosen = {"device": self.device, "put_on_device": True, **self._options, **options}
-        return prepare_data_loader(loader, **chosen)
+        prepared = prepare_data_loader(loader, **chosen)
+        self._loaders.append(prepared)
+        return prepared
+
+    @contextmanager
+    def accumulate(self, *models: Any, loader: DataLoaderShard | None = None) -> Iterator[None]:
+        """Make the micro-batch that is out part of a window of one optimizer step.
+
+        Within it, on all but the last micro-batch of a window, ``step()`` and ``zero_grad()`` of
+        prepared optimizers and ``step()`` of prepared schedules do nothing, and the models do not
+        synchronise gradients. The last window of an epoch steps even if it is short.
+
+        Args:
+            models: Those whose gradients are synchronised in backward: DDP, FSDP.
+            loader: Where the batch is from; None: the loader of the innermost pass under way.
+
+        Raises:
+            PlanError: If no pass is under way, or ``loader`` is not one of this engine's.
+
+        Example:
+            >>> from torch.utils.data import DataLoader
+            >>> model = torch.nn.Linear(1, 1)
+            >>> engine = ShardEngine(gradient_accumulation_steps=2)
+            >>> optimizer, loader = engine.prepare(
+            ...     torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(torch.ones(6, 1))
+            ... )
+            >>> for batch in loader:
+            ...     with engine.accumulate(model):
+            ...         engine.backward(model(batch).mean())
+            ...         optimizer.step()
+            ...         optimizer.zero_grad()
+            >>> optimizer.outcome.num_steps
+            3
+        """
+        if loader is not None and not any(loader is own for own in self._loaders):
+            raise PlanError(
+                "`loader` must be one that this engine has prepared, got another. "
+                "Pass what prepare() returned."
+            )
+        chosen = self._loaders if loader is None else [loader]
+        found = find_micro_batch(chosen, self.gradient_accumulation_steps)
+        if found is None:
+            raise PlanError(
+                "`accumulate` must be entered in the loop over a prepared loader, got no pass "
+                "under way. Prepare the loader that the loop is over with this engine."
+            )
+        self._micro_batch = found
+        for optimizer in self._optimizers:
+            optimizer.window = found.window
+        with synchronising(models, is_needed=found.window.closes):
+            yield
+
+    def backward(self, loss: torch.Tensor, valid_rows: int | None = None, **options: Any) -> None:
+        """Compute the gradients of a loss, scaled for its part in the window and by the scaler.
+
+        Without ``valid_rows`` the loss is divided by the micro-batches that are really in the
+        window (by ``gradient_accumulation_steps`` where the end is not known), outside of
+        `accumulate` by one. With it, a mean loss over the batch's first ``valid_rows`` rows is
+        weighed so that the gradient, averaged over the ranks as DDP does, is that of the mean over
+        all real rows of the window: a short or padded last window equals the big batch.
+
+        Args:
+            loss: A scalar.
+            valid_rows: Rows that the loss is the mean of: ``loader.valid_rows``. With 0 the loss
+                counts for nothing; it is to be finite all the same.
+            options: Passed on to ``Tensor.backward``.
+
+        Raises:
+            PlanError: If ``valid_rows`` is given outside of `accumulate`, or its loader does not
+                know the rows of a step.
+        """
+        for optimizer in self._optimizers:
+            optimizer.before_backward()
+        share = self._share(valid_rows)
+        if share != 1:
+            loss = loss * share
+        if self.scaler is not None:
+            loss = self.scaler.scale(loss)
+        loss.backward(**options)
+
+    def clip_grad_norm_(
+        self,
+        parameters: torch.Tensor | Iterable[torch.Tensor],
+        max_norm: float,
+        norm_type: float = 2.0,
+    ) -> torch.Tensor:
+        """Clip gradients by their total norm, after dividing them by the scale.
+
+        On a micro-batch that does not close its window nothing is changed: more is to be added.
+
+        Args:
+            parameters: As for `torch.nn.utils.clip_grad_norm_`.
+            max_norm: The largest norm that is left as it is.
+            norm_type: The p of the norm.
+
+        Returns:
+            The total norm before clipping.
+        """
+        given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        clipped = {id(parameter) for parameter in given}
+        for optimizer in self._optimizers:
+            held = (each for group in optimizer.param_groups for each in group["params"])
+            if any(id(parameter) in clipped for parameter in held):
+                optimizer.unscale_gradients()
+        if self._micro_batch is not None and not self._micro_batch.window.closes:
+            gradients = [each.grad for each in given if each.grad is not None]
+            return torch.nn.utils.get_total_norm(gradients, norm_type)
+        return torch.nn.utils.clip_grad_norm_(given, max_norm, norm_type)
+
+    def gather(self, data: Any) -> Any:
+        """Give every rank the data of all ranks; see `shardplug.gather`.
+
+        Collective: every rank must call it.
+        """
+        return gather(data, comm=self._ranks())
+
+    def gather_for_metrics(self, data: Any, loader: DataLoaderShard | None = None) -> Any:
+        """Give every rank what all made of the real rows of a step; see the function of that name.
+
+        Collective: every rank must call it, in every step.
+
+        Args:
+            data: What this rank made of the batch that is out.
+            loader: Where the batch is from; None: the loader of the innermost pass under way.
+
+        Raises:
+            PlanError: If no pass is under way, or ranks may take different numbers of steps.
+        """
+        if loader is None:
+            found = find_micro_batch(self._loaders, 1)
+            if found is None:
+                raise PlanError(
+                    "`gather_for_metrics` must be called in the loop over a prepared loader, got "
+                    "no pass under way. Pass loader=..."
+                )
+            loader = found.loader
+        return gather_for_metrics(data, loader, comm=self._ranks())
+
+    def _share(self, valid_rows: int | None) -> float:
+        found = self._micro_batch
+        if found is not None and not found.is_out:
+            found = None
+        if valid_rows is None:
+            return 1.0 if found is None else found.share
+        if found is None:
+            raise PlanError(
+                f"`valid_rows` must come with a window, got {valid_rows} outside of accumulate(). "
+                "Call backward() within it."
+            )
+        return found.share_of(valid_rows)
+
+    def _check(self, given: Any, place: int, objects: Sequence[Any]) -> None:
+        if isinstance(given, (DataLoader, torch.nn.Module)):
+            return
+        if isinstance(given, ScalerAwareOptimizer):
+            raise PlanError(
+                f"`objects` must hold optimizers that are not prepared yet, got one as number "
+                f"{place} that is. Prepare each optimizer once."
+            )
+        if isinstance(given, torch.optim.Optimizer):
+            if any(given is own.optimizer for own in self._optimizers):
+                raise PlanError(
+                    "`objects` must hold optimizers that are not prepared yet, got "
+                    f"{type(given).__name__} as number {place}, which has been. Use what prepare() "
+                    "returned."
+                )
+            return
+        if isinstance(given, _Schedule):
+            optimizer = getattr(given, "optimizer", None)
+            known = [*objects, *self._optimizers, *(own.optimizer for own in self._optimizers)]
+            if not any(optimizer is each for each in known):
+                raise PlanError(
+                    f"`objects` must hold schedules of prepared optimizers, got "
+                    f"{type(given).__name__} as number {place}, whose optimizer is not. Prepare "
+                    "the optimizer in the same call, or before."
+                )
+            return
+        raise PlanError(
+            "`objects` must be DataLoaders, optimizers, schedules or modules, got "
+            f"{type(given).__name__} as number {place}."
+        )
+
+    def _wrap_optimizer(self, optimizer: torch.optim.Optimizer) -> ScalerAwareOptimizer:
+        wrapper = ScalerAwareOptimizer(optimizer, scaler=self.scaler)
+        self._optimizers.append(wrapper)
+        return wrapper
+
+    def _prepare_one(self, given: Any) -> Any:
+        if isinstance(given, torch.nn.Module):
+            return given
+        if isinstance(given, DataLoader):
+            return self.prepare_loader(given)
+        of = given.optimizer
+        wrapper = next(own for own in self._optimizers if of is own or of is own.optimizer)
+        return StepSyncedScheduler(
+            given,
+            wrapper,
+            split_batches=self._split_batches,
+            num_processes=self._shard.count,
+            unit=self._scheduler_unit,
+        )

@@ -8,6 +8,7 @@ the move to the device. The batches themselves are torch's business.
 from __future__ import annotations
 
 import copy
+import time
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -28,7 +29,7 @@ from shardplug.epochs import Epochs, PassBatches
 from shardplug.errors import PlanError
 from shardplug.feeds import Feed, IndexFeed
 from shardplug.fetching import Crew, Messages
-from shardplug.passes import Pass, ReadyPass, StreamPass
+from shardplug.passes import Pass, ReadyPass, SampledPass, StreamPass
 from shardplug.plan.cursor import Progress, Run
 from shardplug.plan.order import worker_seed
 from shardplug.plan.shard import Shard
@@ -116,8 +117,9 @@ class DataLoaderShard(DataLoader[Any]):
     _epochs: Epochs
     _batches: PassBatches
     _skip_once: int
+    _began: int
     _OWN: ClassVar[frozenset[str]] = frozenset(
-        {"_inner", "_feed", "_settings", "_epochs", "_batches", "_skip_once"}
+        {"_inner", "_feed", "_settings", "_epochs", "_batches", "_skip_once", "_began"}
     )
 
     def __init__(  # noqa: PLR0917  # these names and their order are Accelerate's
@@ -182,7 +184,7 @@ class DataLoaderShard(DataLoader[Any]):
         elif isinstance(feed, IndexFeed):
             inner.__dict__["sampler"] = batches
         own = {"_inner": inner, "_feed": feed, "_settings": settings, "_epochs": epochs}
-        for name, value in {**own, "_batches": batches, "_skip_once": 0}.items():
+        for name, value in {**own, "_batches": batches, "_skip_once": 0, "_began": 0}.items():
             object.__setattr__(self, name, value)
 
     # -- what torch's loader has -------------------------------------------------------------
@@ -248,6 +250,52 @@ class DataLoaderShard(DataLoader[Any]):
         """Whether the batch that is out is the last of its pass."""
         run = self._epochs.progress.run
         return run is not None and run.step > 0 and run.step == run.record.num_steps
+
+    @property
+    def pass_number(self) -> int:
+        """The place of the pass under way among all of this process's, 0 if none is.
+
+        A pass that began later, inside the loop over another, has a higher one.
+        """
+        run = self._epochs.progress.run
+        is_under_way = run is not None and run.step > 0 and not run.was_left
+        return self._began if is_under_way else 0
+
+    @property
+    def step(self) -> int:
+        """The step of the pass under way whose batch is out, from zero; -1 if none is."""
+        run = self._epochs.progress.run
+        return -1 if run is None else run.step - 1
+
+    @property
+    def num_steps(self) -> int | None:
+        """Steps of the pass under way; None while that is not known, or if none is."""
+        run = self._epochs.progress.run
+        return None if run is None else run.record.num_steps
+
+    def real_rows(self, start: int, stop: int) -> int | None:
+        """Count the real rows that all ranks have in some steps of the pass under way.
+
+        Args:
+            start: The first step.
+            stop: The step after the last.
+
+        Returns:
+            Rows; None if the loader's batches have no declared size. Of a stream whose end is not
+            known they are counted as full.
+        """
+        run, size = self._epochs.progress.run, self.total_batch_size
+        if run is None or size is None or (isinstance(self._feed, IndexFeed) and self._feed.is_cut):
+            return None
+        plan, offset = self._feed.plan, 0
+        if isinstance(run.record, SampledPass):
+            plan = run.record.plan
+        elif isinstance(run.record, StreamPass):
+            offset = run.record.first_step
+        if plan.num_samples is None:
+            return size * (stop - start)
+        first, last = (min(step + offset, plan.num_steps) for step in (start, stop))
+        return plan.cursor(last) - plan.cursor(first)
 
     @property
     def valid_rows(self) -> int:
@@ -364,6 +412,7 @@ class DataLoaderShard(DataLoader[Any]):
         """
         pass_ = self._agree_on_pass()
         run = self._epochs.progress.begin(pass_)
+        self._began = time.monotonic_ns()
         try:
             step = 0
             for batch in self._fetch(pass_, run):

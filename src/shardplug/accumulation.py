@@ -1,0 +1,109 @@
+"""Gradient accumulation: where a micro-batch stands in its window, and what its loss weighs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+from shardplug.errors import PlanError
+from shardplug.loader import DataLoaderShard
+from shardplug.plan.window import Accumulation, Window
+
+
+@runtime_checkable
+class _CanSkipSync(Protocol):
+    """A module such as DDP, whose gradients stay on each rank within ``no_sync()``."""
+
+    def no_sync(self) -> AbstractContextManager[None]: ...
+
+
+@runtime_checkable
+class _CanSwitchSync(Protocol):
+    """A module such as those of FSDP2, which is told whether to synchronise gradients."""
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """The micro-batch that is out, in the window of one optimizer step.
+
+    Attributes:
+        loader: Where it is from.
+        window: Its place in the window.
+        step: Its step in the pass.
+        pass_number: The pass that it is from.
+    """
+
+    loader: DataLoaderShard
+    window: Window
+    step: int
+    pass_number: int
+
+    @property
+    def is_out(self) -> bool:
+        """Whether no further batch has come since."""
+        return self.loader.pass_number == self.pass_number and self.loader.step == self.step
+
+    @property
+    def share(self) -> float:
+        """What a mean loss weighs if all micro-batches of the window are alike."""
+        return 1 / self.window.micro_batches
+
+    def share_of(self, valid_rows: int) -> float:
+        """What a mean loss over some real rows weighs in the mean over all of the window's.
+
+        Gradients are averaged over the ranks, so that of ``v`` rows counts ``ranks * v / n``, where
+        all ranks have ``n`` real rows in the window.
+
+        Raises:
+            PlanError: If the real rows of the window are not known: of a loader without a declared
+                batch size.
+        """
+        first = self.step - self.window.index
+        rows = self.loader.real_rows(first, first + self.window.micro_batches)
+        if rows is None:
+            raise PlanError(
+                "`valid_rows` must come from a loader with a declared batch size, got one without: "
+                "the rows of the other ranks are not known. Leave it out."
+            )
+        return self.loader.shard.count * valid_rows / rows if rows else 0.0
+
+
+def find_micro_batch(loaders: Sequence[DataLoaderShard], steps: int) -> MicroBatch | None:
+    """Find the micro-batch that is out in the innermost pass under way.
+
+    Args:
+        loaders: Those that it may be from.
+        steps: Micro-batches in a full window.
+
+    Returns:
+        The micro-batch, or None if no pass is under way.
+    """
+    under_way = [loader for loader in loaders if loader.pass_number]
+    if not under_way:
+        return None
+    loader = max(under_way, key=lambda each: each.pass_number)
+    windows = Accumulation(steps, loader.num_steps)
+    step = loader.step
+    window = windows.window(step, is_last=loader.end_of_dataloader)
+    return MicroBatch(loader, window, step, loader.pass_number)
+
+
+@contextmanager
+def synchronising(models: Sequence[Any], *, is_needed: bool) -> Iterator[None]:
+    """Let models synchronise their gradients in backward only where the window closes.
+
+    Args:
+        models: Modules; those that do not synchronise by themselves are left alone.
+        is_needed: Whether this micro-batch closes its window.
+    """
+    with ExitStack() as stack:
+        for model in models:
+            if isinstance(model, _CanSwitchSync):
+                model.set_requires_gradient_sync(is_needed)
+            elif isinstance(model, _CanSkipSync) and not is_needed:
+                stack.enter_context(model.no_sync())
+        yield
