@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from shardplug.agree import gather, gather_for_metrics, set_seed, synchronize_rng_states
 from shardplug.comm import Comm, SoloComm
 from shardplug.comm_torch import TorchComm, current_comm
 from shardplug.engine import ShardEngine
@@ -14,8 +15,10 @@ from shardplug.errors import (
     StateError,
 )
 from shardplug.loader import DataLoaderShard
+from shardplug.optimizer import ScalerAwareOptimizer
 from shardplug.plan.shard import Shard
 from shardplug.plan.split import ShardPlan, Split, Tail
+from shardplug.plan.window import StepKind, StepOutcome
 from shardplug.prepare import prepare_data_loader, skip_first_batches
 from shardplug.rows import slice_tensors
 from shardplug.samplers import (
@@ -24,6 +27,7 @@ from shardplug.samplers import (
     SeedableRandomSampler,
     SkipBatchSampler,
 )
+from shardplug.scheduler import StepSyncedScheduler
 from shardplug.streams import IterableDatasetShard
 
 __all__ = [
@@ -35,6 +39,7 @@ __all__ = [
     "IterableDatasetShard",
     "PermutedSampler",
     "PlanError",
+    "ScalerAwareOptimizer",
     "SeedableRandomSampler",
     "Shard",
     "ShardEngine",
@@ -45,10 +50,17 @@ __all__ = [
     "SoloComm",
     "Split",
     "StateError",
+    "StepKind",
+    "StepOutcome",
+    "StepSyncedScheduler",
     "Tail",
     "TorchComm",
     "current_comm",
+    "gather",
+    "gather_for_metrics",
     "prepare_data_loader",
+    "set_seed",
     "skip_first_batches",
     "slice_tensors",
+    "synchronize_rng_states",
 ]
