@@ -6,11 +6,14 @@ Both loaders ask the same feeds, which is why dispatching never changes who sees
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, final
 
-from torch.utils.data import BatchSampler, Sampler
+import torch
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Sampler
 from torch.utils.data.distributed import DistributedSampler
+from torchdata.stateful_dataloader.sampler import RandomSampler as StatefulRandomSampler
+from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
 from shardplug.comm import Comm
 from shardplug.errors import CommError
@@ -18,7 +21,19 @@ from shardplug.orders import Order, SequenceOrder
 from shardplug.passes import PaddedPass, Pass, ReadyPass, SampledPass
 from shardplug.plan.shard import Shard
 from shardplug.plan.split import ShardPlan, Tail
-from shardplug.samplers import BatchSamplerShard, HasEpoch, epoch_parts
+from shardplug.samplers import (
+    BatchSamplerShard,
+    HasEpoch,
+    OrderedSampler,
+    SeedableRandomSampler,
+    epoch_parts,
+    is_by_value,
+    is_plain,
+    nested_samplers,
+)
+
+_DEALS_IN_TURN = (DistributedSampler.__iter__, StatefulDistributedSampler.__iter__)
+_SHUFFLES = (RandomSampler, StatefulRandomSampler)
 
 
 class Feed(Protocol):
@@ -68,25 +83,44 @@ class Feed(Protocol):
 
 @final
 @dataclass(frozen=True, slots=True)
+class Cut:
+    """Data that was cut before: each rank's batch sampler yields a part of its own.
+
+    Attributes:
+        shard: Which part, of how many.
+        num_samples: Samples of all parts together, padding left out; None if that is not known.
+        num_real: Samples of this part that are no padding, which comes last; None if all are.
+    """
+
+    shard: Shard
+    num_samples: int | None = None
+    num_real: int | None = None
+
+
+@final
+@dataclass(frozen=True, slots=True)
 class IndexFeed:
     """A feed of index batches, for data sets that are looked up by index.
 
     Attributes:
         batches: Divides the batch sampler.
         is_ready: Whether each index stands for a batch that the data set has ready.
-        is_cut: Whether the batch sampler yields this rank's part only.
-        num_real: For a sampler that pads by itself, at its end: how many of its samples are real.
+        cut: Tells of the parts, if the batch sampler yields this rank's part only.
     """
 
     batches: BatchSamplerShard
     is_ready: bool = False
-    is_cut: bool = False
-    num_real: int | None = None
+    cut: Cut | None = None
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether each rank's order is another one: its part of data that was cut before."""
+        return self.cut is not None
 
     @property
     def shard(self) -> Shard:
         """Which part of the data, of how many."""
-        return self.batches.shard
+        return self.batches.shard if self.cut is None else self.cut.shard
 
     @property
     def tail(self) -> Tail:
@@ -95,7 +129,7 @@ class IndexFeed:
 
     @property
     def plan(self) -> ShardPlan:
-        """The plan of a full epoch, in samples or in ready batches."""
+        """The plan of a full epoch, in samples or in ready batches; of a part, if data was cut."""
         return self.batches.plan
 
     @property
@@ -106,12 +140,30 @@ class IndexFeed:
     @property
     def global_batch_size(self) -> int | None:
         """Rows of a full step over all shards; None if no batch size is declared."""
-        return None if self.is_ready else self.batches.global_batch_size
+        size = self.batches.global_batch_size
+        if self.is_ready or size is None:
+            return None
+        return size if self.cut is None else size * self.cut.shard.count
 
     @property
     def num_samples(self) -> int | None:
-        """Samples (or ready batches) in the order of an epoch; None if only a pass will tell."""
-        return self.batches.num_samples if self.num_real is None else self.num_real
+        """Samples (or ready batches) in the order of an epoch; None if that is not known."""
+        return self.batches.num_samples if self.cut is None else self.cut.num_samples
+
+    @property
+    def remainder(self) -> int:
+        """Real rows of the last step over all shards when that step is not full, else -1.
+
+        -1 too if that is not known.
+        """
+        size, num_samples = self.global_batch_size, self.num_samples
+        if size is None or num_samples is None or not self.batches.is_plain:
+            return -1
+        if self.cut is None:
+            return self.plan.remainder
+        steps = len(self)
+        real = min(num_samples, steps * size) - (steps - 1) * size
+        return real if steps and real < size else -1
 
     @property
     def is_by_value(self) -> bool:
@@ -121,8 +173,9 @@ class IndexFeed:
     def begin(self, consumed: int = 0, *, look: int = 0) -> tuple[Pass, list[Any]]:
         """Start a pass; what samplers have to draw is drawn now."""
         pass_, head = self.batches.begin(consumed, look=look)
-        if self.num_real is not None and isinstance(pass_, SampledPass):
-            return PaddedPass(pass_, self.num_real), head
+        num_real = None if self.cut is None else self.cut.num_real
+        if num_real is not None and isinstance(pass_, SampledPass):
+            pass_ = PaddedPass(pass_, num_real)
         return (ReadyPass(pass_) if self.is_ready else pass_), head
 
     def epoch_parts(self) -> list[HasEpoch]:
@@ -134,23 +187,75 @@ class IndexFeed:
         return len(self.batches)
 
 
-def num_real_samples(sampler: Any) -> int | None:
-    """Count the samples of a DistributedSampler that are not its padding.
+def find_cut(batch_sampler: Any, *, already_sharded: bool | None, shard: Shard) -> Cut | None:
+    """Find out whether a batch sampler yields one rank's part only.
 
-    It deals position ``p * num_replicas + rank`` of the padded order as its sample ``p``, so what
-    it pads stands at the end of every rank's part.
+    A DistributedSampler deals position ``p * num_replicas + rank`` of the padded order as its
+    sample ``p``, so what it pads stands at the end of every rank's part.
 
-    Returns:
-        Real samples of this sampler's rank; None if it does not pad.
+    Args:
+        batch_sampler: The user's.
+        already_sharded: What the user says; None to find out.
+        shard: This rank's, for what is cut by nobody that could be asked.
     """
-    if not isinstance(sampler, DistributedSampler) or sampler.drop_last:
+    if already_sharded is False:
         return None
-    length = len(sampler.dataset)  # type: ignore[arg-type]
-    return max(0, -(-(length - sampler.rank) // sampler.num_replicas))
+    inside = [part for part in nested_samplers(batch_sampler) if _cuts(part)]
+    if not inside:
+        return Cut(shard) if already_sharded else None
+    cutter = inside[0]
+    if isinstance(cutter, BatchSamplerShard):
+        return Cut(cutter.shard)
+    own = Shard(cutter.rank, cutter.num_replicas)
+    if not is_plain(batch_sampler) or type(cutter).__iter__ not in _DEALS_IN_TURN:
+        return Cut(own)
+    num_samples = min(len(cutter.dataset), cutter.total_size)
+    return Cut(own, num_samples, max(0, -(-(num_samples - own.index) // own.count)))
+
+
+def _cuts(sampler: Any) -> bool:
+    if isinstance(sampler, BatchSamplerShard):
+        return sampler.num_processes > 1
+    return isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1
+
+
+def find_generator(loader: DataLoader[Any]) -> torch.Generator | None:
+    """Find the generator of a loader: its sampler's, batch sampler's or stream's, else torch's."""
+    stream = loader.dataset if isinstance(loader.dataset, IterableDataset) else None
+    samplers = reversed(nested_samplers(loader.batch_sampler))
+    for owner in (*samplers, loader.sampler, stream, loader):
+        generator = getattr(owner, "generator", None)
+        if isinstance(generator, torch.Generator):
+            return generator
+    return None
+
+
+def follows_seed(batch_sampler: Any) -> bool:
+    """Tell whether the order is a function of (seed, epoch), or becomes one by `seeded`."""
+    if not is_plain(batch_sampler):
+        return False
+    return is_by_value(batch_sampler.sampler) or type(batch_sampler.sampler) in _SHUFFLES
+
+
+def seeded(feed: Feed, seed: int) -> Feed:
+    """Let a RandomSampler inside a feed follow (seed, epoch)."""
+    if not isinstance(feed, IndexFeed) or feed.is_cut:
+        return feed
+    batches: Any = feed.batches.batch_sampler
+    if not is_plain(batches) or type(batches.sampler) not in _SHUFFLES:
+        return feed
+    shuffle = batches.sampler
+    # None follows a data set whose length changes from epoch to epoch, as RandomSampler does.
+    num_samples = None if len(shuffle) == len(shuffle.data_source) else len(shuffle)
+    sampler = SeedableRandomSampler(
+        shuffle.data_source, shuffle.replacement, num_samples, data_seed=seed
+    )
+    follows = BatchSampler(sampler, batches.batch_size, batches.drop_last)
+    return replace(feed, batches=feed.batches.over(follows))
 
 
 @final
-class BroadcastSampler(Sampler[Any]):
+class BroadcastSampler(Sampler[Any], OrderedSampler):
     """The order of a sampler on rank 0, on every rank.
 
     Collective: drawing its order is.

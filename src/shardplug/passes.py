@@ -89,7 +89,7 @@ class WalkedPass:
         name: What is walked, for the error when ``num_steps`` turns out to be wrong.
 
     Raises:
-        PlanError: While iterating, if the walk ends at another step than ``num_steps``.
+        PlanError: While iterating, if the walk does not end at ``num_steps``.
     """
 
     def __init__(
@@ -109,16 +109,21 @@ class WalkedPass:
     def __iter__(self) -> Iterator[Any]:
         """Walk the parts, recording each before it goes out."""
         for part in self._parts:
+            if len(self._rows) == self._num_steps:
+                raise self._wrong_length("more")
             self._rows.append((len(part.rows), part.valid_rows))
             self._consumed.append(part.consumed)
             yield part.rows
         walked = len(self._rows)
         if self._num_steps not in (None, walked):
-            raise PlanError(
-                f"`{self._name}` must yield as much as its length says, got an end after {walked} "
-                f"steps instead of {self._num_steps}. Correct its __len__, or remove it."
-            )
+            raise self._wrong_length(f"an end after {walked} steps")
         self._num_steps = walked
+
+    def _wrong_length(self, found: str) -> PlanError:
+        return PlanError(
+            f"`{self._name}` must yield as much as its length says, which makes {self._num_steps} "
+            f"steps, got {found}. Correct its __len__, or remove it."
+        )
 
     def after(self, steps: int) -> WalkedPass:
         """Walk past the first steps."""
@@ -143,7 +148,7 @@ class WalkedPass:
 
 @final
 class PaddedPass:
-    """A pass over positions of which only the first ``num_real`` are real samples.
+    """A pass over positions of which only the first ``num_real`` are real items.
 
     For samplers that pad by themselves, at the end of their order.
     """
@@ -204,8 +209,12 @@ class ReadyPass:
         return ReadyPass(self._inner.after(steps))
 
     def note(self, step: int, rows: int) -> None:
-        """Take down the rows of the batch of a step; only the latest two are kept."""
-        self._rows = {step: rows, step - 1: self._rows.get(step - 1, 0)}
+        """Take down the rows of the batch of a step.
+
+        The latest three are kept: one batch may be held back, and one be on its way to the device.
+        """
+        latest = {at: self._rows[at] for at in (step - 2, step - 1) if at in self._rows}
+        self._rows = {**latest, step: rows}
 
     def num_rows(self, step: int) -> int:
         """Count the rows of the batch of one of the latest steps."""

@@ -9,8 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
-from torch.utils.data.distributed import DistributedSampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from shardplug.comm import Comm, SoloComm, agree_on
@@ -21,7 +20,10 @@ from shardplug.feeds import (
     BroadcastSampler,
     Feed,
     IndexFeed,
-    num_real_samples,
+    find_cut,
+    find_generator,
+    follows_seed,
+    seeded,
 )
 from shardplug.loader import DataLoaderShard, Settings, check_count, whole_feed
 from shardplug.plan.shard import Shard, shard_on_mesh
@@ -29,12 +31,17 @@ from shardplug.plan.split import Split, Tail
 from shardplug.rng import check_rng_types, draw_seed
 from shardplug.samplers import (
     BatchSamplerShard,
-    SeedableRandomSampler,
     SkipBatchSampler,
     choose_tail,
-    is_by_value,
+    is_plain,
 )
-from shardplug.streams import StreamFeed, is_cut_by_node, own_part, splits_by_worker
+from shardplug.streams import (
+    IterableDatasetShard,
+    StreamFeed,
+    is_cut_by_node,
+    own_part,
+    splits_by_worker,
+)
 from shardplug.worker_info import WorkerSplit, check_worker_split
 
 _LOADER_FACTS: dict[str, str | None] = {
@@ -108,8 +115,9 @@ def prepare_data_loader(  # noqa: PLR0917  # these names and their order are Acc
         tail: "pad", "drop", "uneven" or "exact" says what happens at the end, and wins over
             ``even_batches`` and the loader's ``drop_last``.
         already_sharded: True: the loader yields this rank's part, and is not cut again. None: found
-            out for DistributedSampler, and for Hugging Face streams from
-            ``split_dataset_by_node``. A stream that reads its own rank cannot be seen.
+            out for DistributedSampler, for `BatchSamplerShard` and `IterableDatasetShard`, and for
+            Hugging Face streams from ``split_dataset_by_node``. A stream that reads its own rank
+            cannot be seen.
         sync_order: For samplers whose order is not a function of (seed, epoch). "agree": the start
             of it is compared across ranks at each pass. "broadcast": rank 0's order is sent.
         data_axes: The mesh axes that divide the data, where their names do not tell.
@@ -153,7 +161,7 @@ def prepare_data_loader(  # noqa: PLR0917  # these names and their order are Acc
                 split=Split.SLICE if split_batches else Split.WHOLE,
                 tail=choose_tail(tail, even_batches=even_batches, drop_last=_drops_last(loader)),
                 already_sharded=already_sharded,
-                broadcast=None if _check_sync_order(sync_order) == "agree" else ranks,
+                broadcast=ranks if _is_broadcast(sync_order) and not is_simulation else None,
                 worker_split=check_worker_split(worker_split),
             ),
         )
@@ -162,12 +170,13 @@ def prepare_data_loader(  # noqa: PLR0917  # these names and their order are Acc
             device=_choose_device(device) if put_on_device else None,
             non_blocking=non_blocking,
             rng_types=check_rng_types(rng_types),
-            generator=_find_generator(loader),
+            generator=find_generator(loader),
             is_stateful=use_stateful_dataloader or isinstance(loader, StatefulDataLoader),
             per_message=check_count("batches_per_message", batches_per_message, least=1),
             is_simulation=is_simulation,
             comm=comm,
         )
+        _ = feed.plan  # raises where so many samples in batches of this size cannot be divided so
         num_samples = None if feed.is_cut else feed.num_samples
         facts = (
             seed,
@@ -259,24 +268,19 @@ def make_feed(loader: DataLoader[Any], division: Division) -> Feed:
     """
     if isinstance(loader.dataset, IterableDataset):
         return _stream_feed(loader, division)
-    source: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
-    inside = getattr(source, "sampler", source)
-    is_cut = division.already_sharded
-    if is_cut is None:
-        is_cut = isinstance(inside, DistributedSampler)
     is_ready = loader.batch_sampler is None
-    if is_ready:
-        if division.split is Split.SLICE and not is_cut:
-            raise PlanError(
-                "`batch_size` must be set for batches to be split, got None. "
-                "Pass split_batches=False."
-            )
-        source = BatchSampler(source, 1, drop_last=False)
-    if is_cut:
+    source: Any = BatchSampler(loader.sampler, 1, False) if is_ready else loader.batch_sampler
+    cut = find_cut(source, already_sharded=division.already_sharded, shard=division.shard)
+    if cut is not None and isinstance(source, BatchSamplerShard) and source.num_processes > 1:
+        return IndexFeed(source)  # it cuts as we would, and knows its padding
+    if cut is not None:
         tail = Tail.DROP if division.tail is Tail.DROP else Tail.UNEVEN
-        num_real = num_real_samples(inside)
-        return IndexFeed(BatchSamplerShard(source, tail=tail), is_ready, True, num_real)
-    if division.broadcast is not None and not is_by_value(inside):
+        return IndexFeed(BatchSamplerShard(source, tail=tail), is_ready, cut)
+    if is_ready and division.split is Split.SLICE:
+        raise PlanError(
+            "`batch_size` must be set for batches to be split, got None. Pass split_batches=False."
+        )
+    if division.broadcast is not None and not follows_seed(source):
         source = _broadcast(source, division.broadcast)
     shard, tail = division.shard, division.tail
     if shard.count == 1 and tail is Tail.PAD:
@@ -287,21 +291,6 @@ def make_feed(loader: DataLoader[Any], division: Division) -> Feed:
     )
 
 
-def seeded(feed: Feed, seed: int) -> Feed:
-    """Let a torch RandomSampler inside a feed follow (seed, epoch)."""
-    if not isinstance(feed, IndexFeed) or feed.is_cut:
-        return feed
-    batches = feed.batches.batch_sampler
-    if type(batches) is not BatchSampler or type(batches.sampler) is not RandomSampler:
-        return feed
-    shuffle = batches.sampler
-    sampler = SeedableRandomSampler(
-        shuffle.data_source, shuffle.replacement, len(shuffle), data_seed=seed
-    )
-    follows = BatchSampler(sampler, batches.batch_size, batches.drop_last)
-    return replace(feed, batches=feed.batches.over(follows))
-
-
 def _stream_feed(loader: DataLoader[Any], division: Division) -> Feed:
     dataset, shard, tail = loader.dataset, division.shard, division.tail
     if loader.batch_size is None and division.split is Split.SLICE:
@@ -310,7 +299,7 @@ def _stream_feed(loader: DataLoader[Any], division: Division) -> Feed:
         )
     is_cut = division.already_sharded
     if is_cut is None:
-        is_cut = is_cut_by_node(dataset)
+        is_cut = is_cut_by_node(dataset) or _is_cut_by_us(dataset)
     if not is_cut and tail is not Tail.EXACT:
         part = own_part(dataset, shard)
         if part is not None:
@@ -318,7 +307,9 @@ def _stream_feed(loader: DataLoader[Any], division: Division) -> Feed:
     if shard.count == 1 and tail is Tail.PAD:
         tail = Tail.UNEVEN
     worker_split = division.worker_split
-    if worker_split == "auto" and splits_by_worker(dataset):
+    if isinstance(dataset, IterableDatasetShard) or (
+        worker_split == "auto" and splits_by_worker(dataset)
+    ):
         worker_split = "dataset"
     feed = StreamFeed(
         dataset=dataset,
@@ -333,8 +324,12 @@ def _stream_feed(loader: DataLoader[Any], division: Division) -> Feed:
     return feed
 
 
+def _is_cut_by_us(dataset: Any) -> bool:
+    return isinstance(dataset, IterableDatasetShard) and dataset.num_processes > 1
+
+
 def _broadcast(source: Any, comm: Comm) -> Any:
-    if type(source) is BatchSampler:
+    if is_plain(source):
         sampler = BroadcastSampler(source.sampler, comm)
         return BatchSampler(sampler, source.batch_size, source.drop_last)
     return BroadcastBatches(source, comm)
@@ -359,10 +354,10 @@ def _check_loader(dataloader: Any, *, is_plain: bool) -> DataLoader[Any]:
     return dataloader
 
 
-def _check_sync_order(sync_order: str) -> str:
+def _is_broadcast(sync_order: str) -> bool:
     if sync_order not in ("agree", "broadcast"):
         raise PlanError(f'`sync_order` must be "agree" or "broadcast", got {sync_order!r}.')
-    return sync_order
+    return sync_order == "broadcast"
 
 
 def _warn_of_no_effect(
@@ -384,7 +379,7 @@ def _warn_of_no_effect(
 
 def _choose_seed(loader: DataLoader[Any], data_seed: int | None, use_seedable: bool) -> int:
     """Choose this rank's seed, as a signed 64-bit number; rank 0's is the one that counts."""
-    generator = _find_generator(loader)
+    generator = find_generator(loader)
     if data_seed is not None:
         seed = data_seed
     elif generator is not None:
@@ -392,15 +387,6 @@ def _choose_seed(loader: DataLoader[Any], data_seed: int | None, use_seedable: b
     else:
         seed = torch.initial_seed() if use_seedable else draw_seed()
     return (seed + 2**63) % 2**64 - 2**63
-
-
-def _find_generator(loader: DataLoader[Any]) -> torch.Generator | None:
-    """Find the user's generator: the sampler's, else the batch sampler's, the stream's, torch's."""
-    for owner in (loader.sampler, loader.batch_sampler, loader.dataset, loader):
-        generator = getattr(owner, "generator", None)
-        if isinstance(generator, torch.Generator):
-            return generator
-    return None
 
 
 def _choose_device(device: torch.device | str | int | None) -> torch.device:

@@ -7,9 +7,11 @@ Any other sampler is walked.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from itertools import chain, islice
-from typing import Any, Protocol, cast, final, runtime_checkable
+from operator import index
+from typing import Any, Protocol, SupportsIndex, cast, final, runtime_checkable
 
 import torch
 from torch.utils.data import (
@@ -20,6 +22,7 @@ from torch.utils.data import (
     SubsetRandomSampler,
 )
 from torch.utils.data.distributed import DistributedSampler
+from torchdata.stateful_dataloader.sampler import BatchSampler as StatefulBatchSampler
 
 from shardplug.errors import PlanError
 from shardplug.orders import (
@@ -46,16 +49,19 @@ class HasEpoch(Protocol):
         """Take the epoch for what comes next."""
 
 
-@runtime_checkable
-class HasOrder(Protocol):
-    """A sampler whose epoch can be looked up at any position."""
+class OrderedSampler(ABC):
+    """A sampler of ours, whose epoch can be looked up at any position.
 
+    No protocol: ``order`` is a likely name for something else in a user's sampler.
+    """
+
+    @abstractmethod
     def order(self) -> Order:
         """Work out the order of the epoch that is set."""
 
 
 @final
-class SeedableRandomSampler(RandomSampler):
+class SeedableRandomSampler(RandomSampler, OrderedSampler):
     """Shuffle as a function of (seed, epoch): equal on all ranks, and after a resume.
 
     Epoch ``e`` has the order of ``torch.randperm(n, generator=manual_seed(seed + e))``; the first
@@ -110,7 +116,7 @@ class SeedableRandomSampler(RandomSampler):
 
 
 @final
-class PermutedSampler(Sampler[int]):
+class PermutedSampler(Sampler[int], OrderedSampler):
     """Shuffle by a keyed permutation: constant memory, random access, at any size.
 
     The order is a function of (seed, epoch), the same on any platform and in every version. See
@@ -197,7 +203,7 @@ def draw_order(  # noqa: PLR0911  # one line for each kind
         The order, and what to call when a pass over it is exhausted (torch's RandomSampler draws
         once more there); None if the sampler is not one that can be looked through.
     """
-    if isinstance(sampler, HasOrder):
+    if isinstance(sampler, OrderedSampler):
         return sampler.order(), None
     if isinstance(sampler, Sequence):
         return SequenceOrder(sampler), None
@@ -286,7 +292,7 @@ class BatchSamplerShard(BatchSampler):
         )
         self._split = Split.SLICE if split_batches else Split.WHOLE
         declared = getattr(batch_sampler, "batch_size", None)
-        self._declared_size = declared if isinstance(declared, int) else None
+        self._declared_size = _size_in(declared)
         if self._declared_size is None and split_batches:
             raise PlanError(
                 "`batch_sampler` must declare a `batch_size` for its batches to be split, got "
@@ -330,7 +336,7 @@ class BatchSamplerShard(BatchSampler):
     @property
     def is_plain(self) -> bool:
         """Whether samples are dealt, not batches: the batch sampler is torch's own."""
-        return type(self.batch_sampler) is BatchSampler
+        return is_plain(self.batch_sampler)
 
     @property
     def is_by_value(self) -> bool:
@@ -396,6 +402,8 @@ class BatchSamplerShard(BatchSampler):
         return walked, head[:look]
 
     def _begin_batches(self, look: int) -> tuple[Pass, list[Any]]:
+        # Asked before the walk begins: the length of a `SkipBatchSampler` is that of its next pass.
+        steps = None if isinstance(self.batch_sampler, Sequence) else known_length(self)
         source = iter(self.batch_sampler)
         head = [keep_batch(batch) for batch in islice(source, look)]
         parts = deal_batches(
@@ -405,7 +413,6 @@ class BatchSamplerShard(BatchSampler):
             split=self._split,
             tail=self.tail,
         )
-        steps = None if isinstance(self.batch_sampler, Sequence) else known_length(self)
         return WalkedPass(parts, start=0, num_steps=steps, name="batch_sampler"), head
 
     def __iter__(self) -> Iterator[Any]:
@@ -420,11 +427,11 @@ class BatchSamplerShard(BatchSampler):
                 its length does not tell.
         """
         if self.is_plain:
-            return self._plan(len(self.sampler)).num_steps
+            return self._plan(length_of(self.sampler)).num_steps
         if isinstance(self.batch_sampler, Sequence):
             # Its batches can be looked at without anything being drawn.
             return sum(1 for _ in self)
-        num_batches = len(cast(Sized, self.batch_sampler))
+        num_batches = length_of(self.batch_sampler)
         full, rest = divmod(num_batches, 1 if self.split_batches else self.shard.count)
         # A declared size that is kept makes the last batch matter, and its size is not known.
         is_open = self._declared_size is not None and (
@@ -497,7 +504,7 @@ class SkipBatchSampler(BatchSampler):
         skipped = self.skip_batches
         if self._is_once:
             self.skip_batches = 0
-        drawn = draw_order(self.sampler) if type(self.batch_sampler) is BatchSampler else None
+        drawn = draw_order(self.sampler) if is_plain(self.batch_sampler) else None
         if drawn is None:
             return islice(self.batch_sampler, skipped, None)
         order, on_exhausted = drawn
@@ -507,32 +514,61 @@ class SkipBatchSampler(BatchSampler):
 
     def __len__(self) -> int:
         """Count the batches that are left, zero if all are skipped."""
-        return max(0, len(cast(Sized, self.batch_sampler)) - self.skip_batches)
+        return max(0, length_of(self.batch_sampler) - self.skip_batches)
+
+
+def _size_in(declared: Any) -> int | None:
+    """Read a declared batch size; what is no size, such as -1 for "it varies", declares none."""
+    if not isinstance(declared, SupportsIndex):
+        return None
+    return index(declared) if index(declared) > 0 else None
+
+
+def is_plain(batch_sampler: Any) -> bool:
+    """Tell whether a batch sampler does nothing but cut what its sampler yields into batches."""
+    return type(batch_sampler) in (BatchSampler, StatefulBatchSampler)
 
 
 def is_by_value(sampler: Any) -> bool:
     """Tell whether a sampler's order is a function of values that ranks can compare."""
-    return isinstance(sampler, HasOrder) or type(sampler) is SequentialSampler
+    return isinstance(sampler, OrderedSampler) or type(sampler) is SequentialSampler
 
 
-def epoch_parts(batch_sampler: Any, *others: Any) -> list[HasEpoch]:
-    """Find what follows the epoch: a batch sampler, the samplers inside it, and others given."""
-    parts: list[HasEpoch] = []
+def nested_samplers(batch_sampler: Any) -> list[Any]:
+    """List a batch sampler and what it wraps, from the outside in."""
+    found: list[Any] = []
     nested = batch_sampler
-    while nested is not None and not any(nested is part for part in parts):
-        if isinstance(nested, HasEpoch):
-            parts.append(nested)
-        nested = getattr(nested, "batch_sampler", None) or getattr(nested, "sampler", None)
-    return parts + [part for part in others if isinstance(part, HasEpoch)]
+    while nested is not None and not any(nested is part for part in found):
+        found.append(nested)
+        inner = getattr(nested, "batch_sampler", None)
+        nested = getattr(nested, "sampler", None) if inner is None else inner
+    return found
+
+
+def epoch_parts(batch_sampler: Any) -> list[HasEpoch]:
+    """Find what follows the epoch: a batch sampler, and the samplers inside it."""
+    return [part for part in nested_samplers(batch_sampler) if isinstance(part, HasEpoch)]
+
+
+def length_of(items: Any) -> int:
+    """Return the length of something.
+
+    Raises:
+        TypeError: If it does not tell, in whichever way it says so.
+    """
+    try:
+        return len(items)
+    except (TypeError, RuntimeError) as error:  # also NotImplementedError
+        raise TypeError(
+            f"{type(items).__name__} has no known length: only a pass will tell."
+        ) from error
 
 
 def known_length(items: Any) -> int | None:
     """Return the length of something, or None if it does not tell."""
-    if not isinstance(items, Sized):
-        return None
     try:
-        return len(items)
-    except (TypeError, NotImplementedError):  # it has the method, but no answer
+        return length_of(items)
+    except TypeError:
         return None
 
 
