@@ -27,7 +27,7 @@ from shardplug.credit import Arrival, in_step, mark_last
 from shardplug.devices import move_batches
 from shardplug.epochs import Epochs, PassBatches
 from shardplug.errors import PlanError
-from shardplug.feeds import Feed, IndexFeed
+from shardplug.feeds import Feed, IndexFeed, find_generator, seeded
 from shardplug.fetching import Crew, Messages
 from shardplug.passes import Pass, ReadyPass, SampledPass, StreamPass
 from shardplug.plan.cursor import Progress, Run
@@ -46,6 +46,7 @@ _PASS_FACTS: dict[str, str | None] = {
     "epoch": "Call set_epoch() with the same value on every rank.",
     "position": "Start the pass at the same step on every rank.",
     "seed": "Prepare the loader on every rank.",
+    "number of steps": "Give every rank the same data set and sampler.",
     "fingerprint of the order": (
         "Its sampler draws another order on each rank: seed it alike on all ranks, pass "
         'rng_types, or sync_order="broadcast" to use that of rank 0.'
@@ -66,6 +67,7 @@ class Settings:
         skip_batches: Steps left out at the start of each pass.
         is_stateful: Whether readers run in torchdata's StatefulDataLoader.
         per_message: Most batches that one message from a worker carries.
+        is_divided: Whether ranks share the data, so that they have to agree on each pass.
         is_simulation: Whether the shard is not this process's own, so that there is nobody to
             agree with.
         comm: The ranks; None: those of the process at the time.
@@ -79,6 +81,7 @@ class Settings:
     skip_batches: int = 0
     is_stateful: bool = False
     per_message: int = 1
+    is_divided: bool = True
     is_simulation: bool = False
     comm: Comm | None = None
 
@@ -86,9 +89,10 @@ class Settings:
 class DataLoaderShard(DataLoader[Any]):
     """A DataLoader whose passes are those of one shard, epoch by epoch.
 
-    Built directly it cuts nothing: it delivers the loader that it is given the arguments of.
-    `prepare_data_loader` makes one that reads a shard. Nothing is decided before the first
-    ``next``; the epoch moves on at each pass, also after one that was left early.
+    Built directly it cuts nothing: it delivers the loader that it is given the arguments of, a
+    RandomSampler as a function of (seed, epoch), and asks nothing of other ranks but what
+    ``rng_types`` needs. `prepare_data_loader` makes one that reads a shard. Nothing is decided
+    before the first ``next``; the epoch moves on at each pass, also after one that was left early.
 
     Reads and writes of a loader's attributes reach the loader that iterates.
 
@@ -138,8 +142,9 @@ class DataLoaderShard(DataLoader[Any]):
         **dataloader_kwargs: Any,
     ) -> None:
         loader: DataLoader[Any] = DataLoader(dataset, **dataloader_kwargs)
+        shuffles = find_generator(loader)
         settings = Settings(
-            seed=rng.draw_seed(),
+            seed=rng.draw_seed() if shuffles is None else rng.signed_seed(shuffles.initial_seed()),
             device=None if device is None else torch.device(device),
             non_blocking=non_blocking,
             rng_types=rng.check_rng_types(rng_types),
@@ -147,9 +152,10 @@ class DataLoaderShard(DataLoader[Any]):
             skip_batches=check_count("skip_batches", skip_batches, least=0),
             is_stateful=use_stateful_dataloader,
             per_message=check_count("batches_per_message", batches_per_message, least=1),
+            is_divided=False,
             comm=comm,
         )
-        self._adopt(loader, whole_feed(loader, worker_split), settings)
+        self._adopt(loader, seeded(whole_feed(loader, worker_split), settings.seed), settings)
 
     @classmethod
     def over(cls, loader: DataLoader[Any], feed: Feed, settings: Settings) -> DataLoaderShard:
@@ -211,7 +217,7 @@ class DataLoaderShard(DataLoader[Any]):
 
         A loader from `skip_first_batches` answers for its next pass.
         """
-        return max(0, len(self._feed) - max(self._settings.skip_batches, self._skip_once))
+        return max(0, len(self._feed) - self._settings.skip_batches - self._skip_once)
 
     @property
     def _iterator(self) -> Any:  # type: ignore[override]  # set through __setattr__
@@ -344,8 +350,10 @@ class DataLoaderShard(DataLoader[Any]):
 
         Known for loaders of known length; -1 for others.
         """
-        plan = self._feed.plan
-        return -1 if plan.num_samples is None else plan.remainder
+        feed = self._feed
+        if isinstance(feed, IndexFeed):
+            return feed.remainder
+        return -1 if feed.plan.num_samples is None else feed.plan.remainder
 
     @property
     def total_batch_size(self) -> int | None:
@@ -354,7 +362,7 @@ class DataLoaderShard(DataLoader[Any]):
 
     @property
     def total_dataset_length(self) -> int | None:
-        """Samples in the epoch's order; None if that is not known."""
+        """Samples in the epoch's order, of all ranks together; None if that is not known."""
         return self._feed.num_samples
 
     @property
@@ -364,11 +372,14 @@ class DataLoaderShard(DataLoader[Any]):
         Raises:
             TypeError: If that is not known.
         """
-        run = self._epochs.progress.run
-        if run is not None and run.record.num_steps is not None:
-            return run.record.num_steps - run.step
-        consumed = self._epochs.progress.upcoming.consumed
-        return self._feed.plan.seek(consumed).num_steps if consumed else len(self)
+        run, consumed = self._epochs.progress.current, self._epochs.progress.upcoming.consumed
+        if run is None and consumed:
+            return max(0, self._feed.plan.seek(consumed).num_steps - self._skip_once)
+        if run is None:
+            return len(self)
+        if run.record.num_steps is None:
+            raise TypeError("The number of steps is not known before the end of the pass.")
+        return run.record.num_steps - run.step
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch of the next pass, and tell samplers and data set.
@@ -390,7 +401,7 @@ class DataLoaderShard(DataLoader[Any]):
         made = DataLoaderShard.over(self._inner, self._feed, self._settings)
         start = self._epochs.progress.upcoming
         made._epochs.progress.jump(start)  # noqa: SLF001  # an object of this class
-        made._skip_once = steps  # noqa: SLF001  # the same
+        made._skip_once = self._skip_once + steps  # noqa: SLF001  # the same
         return made
 
     def wrap_batch_sampler(self, wrap: Callable[[Any], BatchSampler]) -> None:
@@ -416,39 +427,58 @@ class DataLoaderShard(DataLoader[Any]):
         try:
             step = 0
             for batch in self._fetch(pass_, run):
+                if step == pass_.num_steps and not isinstance(pass_, StreamPass):
+                    raise self._wrong_count("more", pass_)
                 step += 1
                 run.step = step
                 yield batch
             if step != pass_.num_steps:
-                raise PlanError(
-                    f"`dataloader` must yield one batch per batch of its sampler, got {step} for "
-                    f"{pass_.num_steps} from {type(self._inner).__name__}.__iter__."
-                )
+                raise self._wrong_count(str(step), pass_)
             self._epochs.progress.finish(run)
         finally:
             run.was_left = True
 
+    def _wrong_count(self, found: str, pass_: Pass) -> PlanError:
+        return PlanError(
+            f"`dataloader` must yield one batch per batch of its sampler, got {found} for "
+            f"{pass_.num_steps} from {type(self._inner).__name__}.__iter__."
+        )
+
+    def _partners(self) -> Comm | None:
+        """Return the ranks that this loader has to agree with; None if there are none."""
+        if self._settings.is_simulation or not self._settings.is_divided:
+            return None
+        return self.comm if self.comm.world_size > 1 else None
+
+    def _kinds_to_sync(self) -> list[str]:
+        """List the generators to be made equal; orders by value need none of their sampler."""
+        settings, feed = self._settings, self._feed
+        is_by_value = settings.is_divided and isinstance(feed, IndexFeed) and feed.is_by_value
+        if settings.generator is None or is_by_value:
+            return [kind for kind in settings.rng_types if kind != "generator"]
+        return list(settings.rng_types)
+
     def _agree_on_pass(self) -> Pass:
         """Begin the upcoming pass, and make sure that all ranks begin the same."""
         settings, feed, cursor = self._settings, self._feed, self._epochs.progress.upcoming
-        self._epochs.tell(cursor.epoch)
-        skipped = max(settings.skip_batches if not cursor.consumed else 0, self._skip_once)
-        comm = None if settings.is_simulation else self.comm
-        is_known = feed.is_by_value or feed.is_cut or comm is None or comm.world_size == 1
-        look = 0 if is_known else _LOOK
-        if comm is not None and settings.rng_types:
-            # An order that is a function of (seed, epoch) needs nobody's generator.
-            kinds = [kind for kind in settings.rng_types if look or kind != "generator"]
-            rng.synchronize(kinds, comm, generator=settings.generator)
+        skipped = (0 if cursor.consumed else settings.skip_batches) + self._skip_once
+        comm = self._partners()
+        look = 0 if comm is None or feed.is_by_value or feed.is_cut else _LOOK
+        if not settings.is_simulation:
+            rng.synchronize(self._kinds_to_sync(), self.comm, generator=settings.generator)
 
         def begin() -> tuple[Pass, tuple[int, ...]]:
+            self._epochs.tell(cursor.epoch)
             pass_, head = feed.begin(cursor.consumed, look=look)
+            if skipped:
+                pass_ = pass_.after(skipped)
             print_ = zlib.crc32(repr(head).encode()) if look else 0
             position = 0 if feed.is_cut else cursor.consumed + skipped
-            facts = (cursor.epoch, position, settings.seed, print_)
-            return (pass_.after(skipped) if skipped else pass_), facts
+            is_even = not feed.is_cut and feed.tail is not Tail.UNEVEN
+            steps = -1 if pass_.num_steps is None or not is_even else pass_.num_steps
+            return pass_, (cursor.epoch, position, settings.seed, steps, print_)
 
-        if comm is None or comm.world_size == 1:
+        if comm is None:
             pass_ = begin()[0]
         else:
             subject = f"the loader over {self._batches.name}"
@@ -497,8 +527,8 @@ class DataLoaderShard(DataLoader[Any]):
         """Pair the batches of a stream with their records; keep ranks with own parts in step."""
         arrivals = (Arrival(batch, *records.popleft()) for batch in batches)
         feed = self._feed
-        comm = None if self._settings.is_simulation else self.comm
-        if comm is not None and comm.world_size > 1 and feed.tail is not Tail.UNEVEN:
+        comm = self._partners()
+        if comm is not None and feed.tail is not Tail.UNEVEN:
             return in_step(arrivals, comm, tail=feed.tail, is_cut=feed.is_cut)
         return mark_last(arrivals)
 
@@ -567,6 +597,8 @@ def whole_feed(loader: DataLoader[Any], worker_split: str = "auto") -> Feed:
     if loader.batch_sampler is None:
         each = BatchSampler(loader.sampler, 1, drop_last=False)
         return IndexFeed(BatchSamplerShard(each, tail=tail), is_ready=True)
+    if isinstance(loader.batch_sampler, BatchSamplerShard):
+        return IndexFeed(loader.batch_sampler)  # it knows its padding
     if getattr(loader.batch_sampler, "drop_last", False):
         tail = Tail.DROP
     return IndexFeed(BatchSamplerShard(loader.batch_sampler, tail=tail))

@@ -28,7 +28,7 @@ from shardplug.feeds import (
 from shardplug.loader import DataLoaderShard, Settings, check_count, whole_feed
 from shardplug.plan.shard import Shard, shard_on_mesh
 from shardplug.plan.split import Split, Tail
-from shardplug.rng import check_rng_types, draw_seed
+from shardplug.rng import check_rng_types, draw_seed, signed_seed
 from shardplug.samplers import (
     BatchSamplerShard,
     SkipBatchSampler,
@@ -386,7 +386,7 @@ def _choose_seed(loader: DataLoader[Any], data_seed: int | None, use_seedable: b
         seed = generator.initial_seed()
     else:
         seed = torch.initial_seed() if use_seedable else draw_seed()
-    return (seed + 2**63) % 2**64 - 2**63
+    return signed_seed(seed)
 
 
 def _choose_device(device: torch.device | str | int | None) -> torch.device:

@@ -24,6 +24,11 @@ def draw_seed() -> int:
     return int(torch.randint(2**62, (), dtype=torch.int64).item())
 
 
+def signed_seed(seed: int) -> int:
+    """Give the signed 64-bit number that torch takes for the same seed."""
+    return (seed + 2**63) % 2**64 - 2**63
+
+
 def seed_cpu(seed: int) -> None:
     """Seed the CPU generators of torch, numpy (if installed) and python.
 

@@ -35,7 +35,7 @@ from shardplug.orders import (
 from shardplug.passes import Pass, SampledPass, WalkedPass
 from shardplug.permutation import TensorPermutation
 from shardplug.plan.batches import deal_batches, keep_batch
-from shardplug.plan.deal import deal
+from shardplug.plan.deal import Part, deal
 from shardplug.plan.order import epoch_seed, order_key
 from shardplug.plan.shard import Shard
 from shardplug.plan.split import ShardPlan, Split, Tail
@@ -403,17 +403,20 @@ class BatchSamplerShard(BatchSampler):
 
     def _begin_batches(self, look: int) -> tuple[Pass, list[Any]]:
         # Asked before the walk begins: the length of a `SkipBatchSampler` is that of its next pass.
-        steps = None if isinstance(self.batch_sampler, Sequence) else known_length(self)
+        steps = known_length(self)
         source = iter(self.batch_sampler)
         head = [keep_batch(batch) for batch in islice(source, look)]
-        parts = deal_batches(
-            chain(head, source),
+        parts = self._parts(chain(head, source))
+        return WalkedPass(parts, start=0, num_steps=steps, name="batch_sampler"), head
+
+    def _parts(self, batches: Iterable[Any]) -> Iterator[Part[Any]]:
+        return deal_batches(
+            batches,
             batch_size=self._declared_size,
             shard=self.shard,
             split=self._split,
             tail=self.tail,
         )
-        return WalkedPass(parts, start=0, num_steps=steps, name="batch_sampler"), head
 
     def __iter__(self) -> Iterator[Any]:
         """Yield this shard's batches of one epoch."""
@@ -428,9 +431,9 @@ class BatchSamplerShard(BatchSampler):
         """
         if self.is_plain:
             return self._plan(length_of(self.sampler)).num_steps
-        if isinstance(self.batch_sampler, Sequence):
+        if self._declared_size is not None and isinstance(self.batch_sampler, Sequence):
             # Its batches can be looked at without anything being drawn.
-            return sum(1 for _ in self)
+            return sum(1 for _ in self._parts(self.batch_sampler))
         num_batches = length_of(self.batch_sampler)
         full, rest = divmod(num_batches, 1 if self.split_batches else self.shard.count)
         # A declared size that is kept makes the last batch matter, and its size is not known.

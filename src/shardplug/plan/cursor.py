@@ -110,9 +110,14 @@ class Progress:
     @property
     def cursor(self) -> Cursor:
         """Where the loader stands: inside the pass under way, or at the start of the next."""
-        if self.run is None or (self.run.was_left and self._next is not None):
-            return self.upcoming
-        return self.run.cursor
+        return self.upcoming if self.current is None else self.current.cursor
+
+    @property
+    def current(self) -> Run | None:
+        """The pass that the loader stands in: under way, or left and no other one chosen since."""
+        if self.run is not None and self.run.was_left and self._next is not None:
+            return None
+        return self.run
 
     def begin(self, record: PassRecord) -> Run:
         """Start the upcoming pass."""
