@@ -1,1 +1,28 @@
-"""shardplug in PyTorch Lightning: each rank reads its own shard, and a checkpoint knows where."""
+"""shardplug in PyTorch Lightning: ``Trainer(strategy=ShardStrategy())``.
+
+Importing this package also makes the strategy known by name, ``Trainer(strategy="shard")``.
+"""
+
+from __future__ import annotations
+
+try:
+    import lightning.pytorch  # noqa: F401
+except ImportError as error:
+    raise ImportError(
+        "shardplug_lightning needs Lightning: pip install 'shardplug[lightning]'"
+    ) from error
+
+from shardplug_lightning.options import OptionError, ShardOptions
+from shardplug_lightning.strategies import ShardStrategy, ShardStrategyMixin, register
+from shardplug_lightning.views import LoaderView
+
+__all__ = [
+    "LoaderView",
+    "OptionError",
+    "ShardOptions",
+    "ShardStrategy",
+    "ShardStrategyMixin",
+    "register",
+]
+
+register()

@@ -1,0 +1,97 @@
+"""All that this package touches of Lightning without Lightning having promised it.
+
+Three names of ``lightning.pytorch`` 2.6, each behind one function that fails with the public way
+out if the name has gone:
+
+* ``Trainer._accelerator_connector.use_distributed_sampler``, to read what the user said;
+* ``Trainer._data_connector._prepare_dataloader``, which rebuilds loaders with a sampler of
+  Lightning's own, and for predict rebuilds them whatever the user said;
+* ``_IndexBatchSamplerWrapper`` in ``lightning.pytorch.overrides.distributed``, by which the
+  prediction loop recognises a loader that tells its batch indices.
+
+(Besides, `ShardStrategy` overrides ``_configure_launcher``, as Lightning's own strategies do.)
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import lightning
+from lightning.pytorch import Trainer
+from torch.utils.data import BatchSampler
+
+from shardplug import PlanError
+
+_PARAMETERS = ("dataloader", "shuffle", "mode")
+
+
+def is_sharded_by_user(trainer: Trainer) -> bool:
+    """Tell whether the user said ``Trainer(use_distributed_sampler=False)``: "I shard myself".
+
+    Raises:
+        PlanError: If this version of Lightning does not tell.
+    """
+    connector = getattr(trainer, "_accelerator_connector", None)
+    flag = getattr(connector, "use_distributed_sampler", None)
+    if not isinstance(flag, bool):
+        raise _unknown_version("Trainer._accelerator_connector.use_distributed_sampler")
+    return not flag
+
+
+def keep_loaders(trainer: Trainer) -> None:
+    """Have Lightning hand the user's loaders to the strategy as they are, in every stage.
+
+    Raises:
+        PlanError: If this version of Lightning prepares loaders in another way.
+    """
+    connector = getattr(trainer, "_data_connector", None)
+    prepare = getattr(connector, "_prepare_dataloader", None)
+    if prepare is None or tuple(inspect.signature(prepare).parameters) != _PARAMETERS:
+        raise _unknown_version("Trainer._data_connector._prepare_dataloader")
+    vars(connector)["_prepare_dataloader"] = _as_it_is
+
+
+def record_indices(batch_sampler: BatchSampler) -> Any:
+    """Wrap a batch sampler so that predictions can be told from which samples they are.
+
+    Raises:
+        PlanError: If this version of Lightning does so in another way.
+    """
+    try:
+        from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
+    except ImportError as error:
+        raise _unknown_version("_IndexBatchSamplerWrapper") from error
+
+    class RecordedBatches(_IndexBatchSamplerWrapper):
+        """Lightning's own is its own iterator and starts over whenever it is asked for one."""
+
+        def __iter__(self) -> Iterator[list[int]]:  # type: ignore[override]
+            self.seen_batch_indices = seen = []
+            for batch in batch_sampler:
+                seen.append(batch)
+                yield batch
+
+    return RecordedBatches(batch_sampler)
+
+
+def is_globally_seeded() -> bool:
+    """Tell whether ``seed_everything`` was called; every process of the run then starts from it."""
+    # The variable is how Lightning itself passes the seed on; there is no function that tells.
+    return "PL_GLOBAL_SEED" in os.environ  # noqa: TID251
+
+
+def _as_it_is(dataloader: object, shuffle: bool, mode: Any) -> object:
+    """Stand in for ``_prepare_dataloader``; a function of the module, so that it pickles."""
+    return dataloader
+
+
+def _unknown_version(name: str) -> PlanError:
+    return PlanError(
+        f"`lightning` must have {name} for a strategy to shard loaders, got version "
+        f"{lightning.__version__} without it. Install lightning 2.6, or pass "
+        "Trainer(use_distributed_sampler=False) and use shardplug.prepare_data_loader() in your "
+        "*_dataloader() hooks."
+    )
