@@ -59,15 +59,15 @@ class TensorPermutation:
         self._num_samples, self._column_bits = _constant([num_samples, bits], torch.int64).unbind()
         self._row_scale = _constant(self.scalar.num_rows / 2**32, torch.float64)
         shifts = [HASH_SHIFT, 31, 32 - bits]
-        masks = [-1 << 32 - bits, (1 << bits) - 1, self.scalar.num_rows]
+        masks = [-1 << 32 - bits, (1 << bits) - 1]
         per_round = [number for turn in rounds for number in (turn.offset, turn.mixer)]
         wrapped = [_int32(number) for number in shifts + masks + per_round]
         tensors = _constant(wrapped, torch.int32).unbind()
         self._hash_shift, self._sign_shift, self._column_shift = tensors[:3]
-        self._column_mask, self._low_mask, self._num_rows = tensors[3:6]
+        self._column_mask, self._low_mask = tensors[3:5]
         self._rounds = [
             _Round(offset, _int32(turn.factor), _int32(turn.mixer), mixer)
-            for turn, offset, mixer in zip(rounds, tensors[6::2], tensors[7::2], strict=True)
+            for turn, offset, mixer in zip(rounds, tensors[5::2], tensors[6::2], strict=True)
         ]
 
     def __len__(self) -> int:
@@ -119,6 +119,8 @@ class TensorPermutation:
         # (1, width)
         offsets = torch.arange(width, device="cpu").unsqueeze(0)
         done, steps = 0, max(1, _FIRST_BLOCK // width)
+        if count * width <= _BLOCK:
+            steps = count
         while done < count:
             steps = min(steps, count - done)
             # (steps, 1): where each batch of the block starts
@@ -131,6 +133,7 @@ class TensorPermutation:
         row, column, hashed, spare = positions.new_empty(
             (4, positions.numel()), dtype=torch.int32
         ).unbind()
+        unsigned = hashed.view(torch.uint32)
         scaled = torch.empty_like(positions, dtype=torch.float64)
         # Rows are plain int32. Columns sit in the upper bits of an int32, so that adding a hash
         # wraps around at the last column by itself; a mask cuts the bits below.
@@ -144,11 +147,11 @@ class TensorPermutation:
                 column.add_(hashed, alpha=constants.mixer).bitwise_and_(self._column_mask)
                 continue
             hashed.mul_(constants.mixer_tensor)
-            scaled.copy_(hashed.view(torch.uint32)).mul_(self._row_scale)
+            scaled.copy_(unsigned).mul_(self._row_scale)
             row.sub_(spare.copy_(scaled))
-            # The sign, spread over all bits, is the mask of the rows to wrap around.
+            # The sign, spread over all bits, is -1 for the rows that have to wrap around.
             torch.bitwise_right_shift(row, self._sign_shift, out=spare)
-            row.add_(spare.bitwise_and_(self._num_rows))
+            row.add_(spare, alpha=-self.scalar.num_rows)
         column.bitwise_right_shift_(self._column_shift).bitwise_and_(self._low_mask)
         samples.copy_(row).bitwise_left_shift_(self._column_bits)
         samples.bitwise_or_(scaled.view(torch.int64).copy_(column))
