@@ -35,7 +35,7 @@ class ShardHandler:
     * ``"train"``: all ranks take the same number of full steps, padded from the start of the
       epoch's order (``tail`` and the loader's ``drop_last`` say otherwise). Each pass over a loader
       is its next epoch, in a run of another epoch length and in a new run as well; an engine that
-      resumes at a later epoch starts with the order of that epoch.
+      resumes at a later epoch starts with the order of that epoch, from its first batch.
     * ``"eval"``: every sample counts once, whatever the loader's ``drop_last``. All ranks take the
       same number of steps (``tail="exact"``); where that cannot be, for want of samples, with one
       row per step, or where batch samplers of the user's own make the batches, ranks may differ by
@@ -328,7 +328,7 @@ class ShardHandler:
             else:
                 raise PlanError(
                     "`tail` must let all ranks take the same number of steps to train, got "
-                    f'{tail.value!r}, by which they take {_listed(by_rank)}. Use tail="pad", '
+                    f'{tail.value!r}, by which they take {_told(by_rank)}. Use tail="pad", '
                     '"drop" or "exact", or mode="eval" for an evaluator.'
                 )
         return steps
@@ -343,21 +343,21 @@ def _check_uneven_run(state: State, by_rank: Sequence[int], *, is_length_given: 
     fewest = max(0, min(by_rank))
     if state.max_iters is not None:
         raise PlanError(
-            f"`max_iters` must be left out where ranks take {_listed(by_rank)}, got "
+            f"`max_iters` must be left out where ranks take {_told(by_rank)}, got "
             f'{state.max_iters}. Use max_epochs, or tail="pad".'
         )
     length = state.epoch_length if is_length_given else None
     if length is not None and (length > fewest or state.max_epochs != 1):
         raise PlanError(
             f"`epoch_length` must be at most {fewest}, in a single epoch, where ranks take "
-            f'{_listed(by_rank)}, got {length}. Leave it out, or use tail="pad".'
+            f'{_told(by_rank)}, got {length}. Leave it out, or use tail="pad".'
         )
 
 
-def _listed(by_rank: Sequence[int]) -> str:
+def _told(by_rank: Sequence[int]) -> str:
     if _UNKNOWN in by_rank:
         return "unknown numbers of steps"
-    return f"{', '.join(map(str, by_rank))} steps"
+    return f"between {min(by_rank)} and {max(by_rank)} steps"
 
 
 def _tail_of(tail: str | None, *, is_eval: bool, even_batches: bool) -> str | None:
