@@ -177,14 +177,13 @@ class TorchComm:
     def _gather(
         self, call: int, number: int, data: bytes, failure: Exception | None = None
     ) -> list[memoryview]:
-        """Exchange bytes of any size, by rank."""
+        """Exchange bytes of any size, by rank; what is shorter than the longest is filled up."""
         sizes, heads = self._meet(call, number, data, failure)
         longest = max(sizes)
         if longest <= _INLINE_BYTES:
             return heads
         with self._named(call, number):
-            whole = self._exchange(data, longest)
-        return [row[:size] for row, size in zip(whole, sizes, strict=True)]
+            return self._exchange(data, longest)
 
     def _meet(
         self, call: int, number: int, data: bytes, failure: Exception | None = None

@@ -23,6 +23,8 @@ from tests.launch import RankError, run_processes
 
 Check = Callable[[Comm], None]
 
+# TorchComm sends what fits into half a KiB at once; a pickle adds some bytes of its own.
+SIZES = (0, *range(450, 500), 2000, 100_000)
 SOON_S = 10.0  # far below the time limits of a collective and of run_processes
 
 
@@ -74,11 +76,24 @@ def gathers_objects_by_rank(comm: Comm) -> None:
 
 
 def gathers_objects_of_any_size(comm: Comm) -> None:
-    for size in (0, 900, 1000, 1001, 1002, 1003, 1004, 1005, 1016, 1024, 100_000):
-        # Every rank another size: some fit into one message and some do not.
-        mine = bytes([comm.rank]) * (size * (comm.rank + 1))
-        expected = [bytes([rank]) * (size * (rank + 1)) for rank in range(comm.world_size)]
+    for size, factor in itertools.product(SIZES, (0, 1)):
+        # All ranks the same size, and every rank another: some fit into one message, some do not.
+        mine = bytes([comm.rank]) * (size * (1 + comm.rank * factor))
+        expected = [bytes([rank]) * (size * (1 + rank * factor)) for rank in range(comm.world_size)]
         assert comm.all_gather_object(mine) == expected
+
+
+def broadcasts_objects_of_any_size(comm: Comm) -> None:
+    src = comm.world_size - 1
+    for size in SIZES:
+        assert comm.broadcast_object(bytes([comm.rank]) * size, src=src) == bytes([src]) * size
+
+
+def gathers_any_number_of_integers(comm: Comm) -> None:
+    for count in (1, 60, 61, 62, 63, 64, 1000):
+        mine = range(comm.rank, comm.rank + count)
+        expected = [tuple(range(rank, rank + count)) for rank in range(comm.world_size)]
+        assert comm.all_gather_ints(mine) == expected
 
 
 def keeps_its_own_object(comm: Comm) -> None:
@@ -143,6 +158,8 @@ CONTRACT: list[Check] = [
     gives_plain_integers,
     gathers_objects_by_rank,
     gathers_objects_of_any_size,
+    broadcasts_objects_of_any_size,
+    gathers_any_number_of_integers,
     keeps_its_own_object,
     broadcasts_from_every_rank,
     broadcasts_from_rank_0_by_default,

@@ -316,6 +316,21 @@ def test_the_time_is_up_names_what_each_rank_does() -> None:
         release.set()
 
 
+def test_a_rank_that_has_got_its_error_waits_no_longer() -> None:
+    release = threading.Event()
+
+    def body(comm: LockstepComm) -> None:
+        with pytest.raises(CommError):
+            comm.barrier() if comm.rank else comm.all_gather_ints(())
+        release.wait()
+
+    try:
+        with pytest.raises(CommError, match="rank 0 is busy elsewhere, rank 1 is busy elsewhere"):
+            run_ranks(2, body, timeout_s=0.2)
+    finally:
+        release.set()
+
+
 def test_an_error_counts_more_than_the_time_that_is_up() -> None:
     release = threading.Event()
 
