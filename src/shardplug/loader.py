@@ -487,7 +487,18 @@ class DataLoaderShard(DataLoader[Any]):
         return pass_
 
     def _fetch(self, pass_: Pass, run: Run) -> Iterator[Any]:
-        """Let the user's own ``__iter__`` make the batches of a pass, then see to them."""
+        """Get the batches of a pass, and see to them."""
+        if isinstance(pass_, StreamPass):
+            return self._recorded(self._in_step(self._arrivals(pass_, run)), pass_)
+        made, _ = self._start(pass_, run)
+        if isinstance(pass_, ReadyPass):
+            made = _counted(made, pass_)
+        if pass_.num_steps is None:
+            made = _one_held_back(made)
+        return self._moved(made)
+
+    def _start(self, pass_: Pass, run: Run) -> tuple[Iterator[Any], deque[tuple[int, int, int]]]:
+        """Let the user's own ``__iter__`` make the batches of a pass; returns their records too."""
         inner = self._inner
         records: deque[tuple[int, int, int]] = deque()
         self._batches.offer(pass_)
@@ -506,14 +517,17 @@ class DataLoaderShard(DataLoader[Any]):
         kept = self._kept_iterator()
         if isinstance(kept, Messages):
             records = kept.records  # workers that are kept go on writing where they began
-        made: Iterator[Any] = chain(first, batches)
-        if isinstance(pass_, StreamPass):
-            return self._recorded(self._in_step(made, records), pass_)
-        if isinstance(pass_, ReadyPass):
-            made = _counted(made, pass_)
-        if pass_.num_steps is None:
-            made = _one_held_back(made)
-        return self._moved(made)
+        return chain(first, batches), records
+
+    def _arrivals(self, pass_: StreamPass, run: Run) -> Iterator[Arrival]:
+        """Pair the batches of a stream with their records.
+
+        Even the first is not made before it is asked for, so that `in_step` tells all ranks if that
+        fails.
+        """
+        batches, records = self._start(pass_, run)
+        for batch in batches:
+            yield Arrival(batch, *records.popleft())
 
     def _moved(self, batches: Iterator[Any]) -> Iterator[Any]:
         device = self._settings.device
@@ -521,14 +535,11 @@ class DataLoaderShard(DataLoader[Any]):
             return batches
         return move_batches(batches, device, non_blocking=self._settings.non_blocking)
 
-    def _in_step(
-        self, batches: Iterator[Any], records: deque[tuple[int, int, int]]
-    ) -> Iterator[Arrival]:
-        """Pair the batches of a stream with their records; keep ranks with own parts in step."""
-        arrivals = (Arrival(batch, *records.popleft()) for batch in batches)
+    def _in_step(self, arrivals: Iterator[Arrival]) -> Iterator[Arrival]:
+        """Keep ranks that read parts of their own in step."""
         feed = self._feed
-        comm = self._partners()
-        if comm is not None and feed.tail is not Tail.UNEVEN:
+        comm = None if self._settings.is_simulation else self.comm
+        if comm is not None and comm.world_size > 1 and feed.tail is not Tail.UNEVEN:
             return in_step(arrivals, comm, tail=feed.tail, is_cut=feed.is_cut)
         return mark_last(arrivals)
 

@@ -105,8 +105,8 @@ class MapReader:
         for index in index_batches:
             try:
                 batches.append(self.collate(self._fetch(index)))
-            except Exception:  # noqa: BLE001
-                failure = _caught()  # raised again in the training process, in its turn
+            except Exception as error:  # noqa: BLE001
+                failure = _caught(error)  # raised again in the training process, in its turn
                 break
         return Message(_packed(batches), failure=failure)
 
@@ -176,8 +176,8 @@ class StreamReader:
                     valid_rows = num_rows if valid_rows else 0
                 batches.append(batch)
                 records.append((num_rows, valid_rows, part.consumed))
-        except Exception:  # noqa: BLE001
-            failure = _caught()  # raised again in the training process, in its turn
+        except Exception as error:  # noqa: BLE001
+            failure = _caught(error)  # raised again in the training process, in its turn
         has_ended = failure is None and len(batches) < task.count
         return Message(_packed(batches), tuple(records), has_ended, failure)
 
@@ -256,9 +256,14 @@ def _packed(batches: list[Any]) -> list[Any] | packing.Packed:
     return batches if len(batches) < 2 or get_worker_info() is None else packing.pack(batches)
 
 
-def _caught() -> ExceptionWrapper:
-    """Take what is being raised along to the training process; raise it if this is that process."""
+def _caught(error: Exception) -> ExceptionWrapper:
+    """Take an error along to the training process; raise it if this is that process."""
+    if isinstance(error, StopIteration):
+        # On its way out it would end the pass, as if there were no more data.
+        stopped = RuntimeError("The data set or collate function raised StopIteration.")
+        stopped.__cause__ = error
+        error = stopped
     if get_worker_info() is None:
-        raise  # called while an exception is handled
+        raise error
     where = f"in DataLoader worker process {worker_place()[0]}"
-    return ExceptionWrapper(where=where)
+    return ExceptionWrapper((type(error), error, error.__traceback__), where)
