@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, final
 
@@ -22,6 +22,7 @@ from shardplug.plan.cursor import Progress
 from shardplug.streams import StreamFeed
 from shardplug.workers import (
     MapReader,
+    MapTask,
     Message,
     Seeding,
     StartWorker,
@@ -60,15 +61,16 @@ class MapTasks:
         self._per_message = per_message
         self._num_workers = num_workers
 
-    def __iter__(self) -> Iterator[tuple[int, list[Any]]]:
+    def __iter__(self) -> Iterator[MapTask]:
         """Yield tasks; every pass begins anew."""
-        epoch = self._progress.epoch
+        run = self._progress.run
+        assert run is not None  # a pass has begun
         index_batches = iter(self._index_batches)
         for size in message_sizes(self._per_message, self._num_workers):
             chunk = list(islice(index_batches, size))
             if not chunk:
                 return
-            yield epoch, chunk
+            yield run.epoch, run.number, chunk
 
 
 @final
@@ -92,6 +94,21 @@ class StreamTasks:
 
 
 @final
+@dataclass(slots=True)
+class Records:
+    """What the readers of a stream tell about their batches.
+
+    Attributes:
+        batches: For each batch that is to come: its rows, how many of them are real, and what is
+            consumed after it.
+        splits_itself: Whether the data set divides itself among the workers.
+    """
+
+    batches: deque[tuple[int, int, int]] = field(default_factory=deque)
+    splits_itself: bool = False
+
+
+@final
 class Messages:
     """The batches in the messages of a loader of readers, one by one.
 
@@ -100,15 +117,13 @@ class Messages:
     Args:
         readers: The loader whose data set is a reader; iterated anew by `_reset`.
         num_readers: Readers that take turns, at least 1.
-        records: Where the records of a stream's batches go, in the order of the batches.
+        records: Where to put down what is told about a stream's batches.
 
     Attributes:
         records: As given.
     """
 
-    def __init__(
-        self, readers: DataLoader[Any], *, num_readers: int, records: deque[tuple[int, int, int]]
-    ) -> None:
+    def __init__(self, readers: DataLoader[Any], *, num_readers: int, records: Records) -> None:
         self._readers = readers
         self._num_readers = num_readers
         self.records = records
@@ -118,7 +133,7 @@ class Messages:
         """Start a pass; torch's DataLoader calls it where workers are kept."""
         self._source = iter(self._readers)
         self._batches: deque[Any] = deque()
-        self.records.clear()  # of a pass that was left early
+        self.records.batches.clear()  # of a pass that was left early
         self._failure: Any = None
         self._ends = 0
 
@@ -139,7 +154,8 @@ class Messages:
 
     def _receive(self, message: Message) -> None:
         self._batches.extend(message.unpacked())
-        self.records.extend(message.records)
+        self.records.batches.extend(message.records)
+        self.records.splits_itself = message.splits_itself
         self._failure = message.failure
         # All readers have ended when each in turn has said so.
         self._ends = self._ends + 1 if message.has_ended else 0
@@ -180,7 +196,7 @@ class Crew:
         epoch: int,
         generator: torch.Generator,
         progress: Progress,
-        records: deque[tuple[int, int, int]],
+        records: Records,
     ) -> Messages:
         """Start the readers for a pass; where workers are kept, also for those after it.
 
@@ -188,7 +204,7 @@ class Crew:
             epoch: The epoch of the pass.
             generator: What torch may draw from.
             progress: Where the loader stands when a pass begins.
-            records: Where the records of a stream's batches go.
+            records: Where to put down what is told about a stream's batches.
         """
         inner, feed = self.inner, self.feed
         seeding = self._seeding()

@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import time
 import zlib
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -28,7 +27,7 @@ from shardplug.devices import move_batches
 from shardplug.epochs import Epochs, PassBatches
 from shardplug.errors import PlanError
 from shardplug.feeds import Feed, IndexFeed, find_generator, seeded
-from shardplug.fetching import Crew, Messages
+from shardplug.fetching import Crew, Messages, Records
 from shardplug.passes import Pass, ReadyPass, SampledPass, StreamPass
 from shardplug.plan.cursor import Progress, Run
 from shardplug.plan.order import worker_seed
@@ -497,10 +496,10 @@ class DataLoaderShard(DataLoader[Any]):
             made = _one_held_back(made)
         return self._moved(made)
 
-    def _start(self, pass_: Pass, run: Run) -> tuple[Iterator[Any], deque[tuple[int, int, int]]]:
+    def _start(self, pass_: Pass, run: Run) -> tuple[Iterator[Any], Records]:
         """Let the user's own ``__iter__`` make the batches of a pass; returns their records too."""
         inner = self._inner
-        records: deque[tuple[int, int, int]] = deque()
+        records = Records()
         self._batches.offer(pass_)
         inner.__dict__["_get_iterator"] = partial(self._open, run.epoch, records)
         try:
@@ -526,8 +525,10 @@ class DataLoaderShard(DataLoader[Any]):
         fails.
         """
         batches, records = self._start(pass_, run)
+        if records.splits_itself:
+            pass_.forget_length()
         for batch in batches:
-            yield Arrival(batch, *records.popleft())
+            yield Arrival(batch, *records.batches.popleft())
 
     def _moved(self, batches: Iterator[Any]) -> Iterator[Any]:
         device = self._settings.device
@@ -556,7 +557,7 @@ class DataLoaderShard(DataLoader[Any]):
             yield arrival.batch
         pass_.end()
 
-    def _open(self, epoch: int, records: deque[tuple[int, int, int]]) -> Any:
+    def _open(self, epoch: int, records: Records) -> Any:
         """Make the iterator that fetches: torch's own over a copy, or messages from readers."""
         inner, feed, settings = self._inner, self._feed, self._settings
         # What torch draws from to start a pass, so that no generator of the process moves.
@@ -604,6 +605,7 @@ def whole_feed(loader: DataLoader[Any], worker_split: str = "auto") -> Feed:
             tail=tail,
             is_cut=False,
             worker_split=check_worker_split(worker_split),
+            num_workers=loader.num_workers,
         )
     if loader.batch_sampler is None:
         each = BatchSampler(loader.sampler, 1, drop_last=False)

@@ -260,6 +260,10 @@ class StreamPass:
         left = None if self._num_steps is None else max(0, self._num_steps - steps)
         return StreamPass(self.start, first_step=self.first_step + steps, num_steps=left)
 
+    def forget_length(self) -> None:
+        """Let the end tell: workers that split the stream may each add a step at their ends."""
+        self._num_steps = None
+
     def add(self, num_rows: int, valid_rows: int, consumed: int, *, is_last: bool) -> None:
         """Record the step whose batch is handed out next."""
         self._steps += 1

@@ -319,6 +319,7 @@ def _stream_feed(loader: DataLoader[Any], division: Division) -> Feed:
         tail=tail,
         is_cut=is_cut,
         worker_split=worker_split,
+        num_workers=loader.num_workers,
     )
     _ = feed.plan  # raises where batches of this size cannot be divided so
     return feed

@@ -93,6 +93,7 @@ class StreamFeed:
         tail: What happens at an uneven end.
         is_cut: Whether ``dataset`` is this rank's part already, whose end other ranks cannot see.
         worker_split: Who divides the stream among workers.
+        num_workers: How many workers the loader has.
         is_by_value: A stream has no order that could be compared before it is read.
     """
 
@@ -103,6 +104,7 @@ class StreamFeed:
     tail: Tail
     is_cut: bool
     worker_split: WorkerSplit
+    num_workers: int = 0
     is_by_value: bool = True
 
     @property
@@ -116,8 +118,10 @@ class StreamFeed:
 
     @property
     def num_samples(self) -> int | None:
-        """Items of the stream that is read, None if it does not tell."""
-        return None if self.is_cut else known_length(self.dataset)
+        """Items of the stream that is read, None if that does not tell how many steps there are."""
+        # Workers among which the data set divides itself may each add a step at their ends.
+        is_split = self.worker_split == "dataset" and self.num_workers > 1
+        return None if self.is_cut or is_split else known_length(self.dataset)
 
     @property
     def plan(self) -> ShardPlan:

@@ -36,12 +36,14 @@ class Message:
         records: For a stream: rows of each batch, how many are real, and what is consumed after it.
         has_ended: Whether this reader has come to the end of a stream.
         failure: What was raised in place of the next batch.
+        splits_itself: Whether a stream divides itself among the workers.
     """
 
     batches: list[Any] | packing.Packed
     records: tuple[tuple[int, int, int], ...] = ()
     has_ended: bool = False
     failure: ExceptionWrapper | None = None
+    splits_itself: bool = False
 
     def unpacked(self) -> list[Any]:
         """Return the batches."""
@@ -76,30 +78,33 @@ class Seeding:
         return seed
 
 
+MapTask = tuple[int, int, list[Any]]
+"""Asks for batches by index: the epoch, what tells one pass from another, the index batches."""
+
+
 @dataclass(slots=True)
 class MapReader:
-    """Makes batches by index: a task is an epoch and one or more index batches.
+    """Makes batches by index.
 
     Attributes:
         dataset: The user's data set.
         collate: The user's collate function.
         is_batched: Whether an index batch is a list of ids, to be fetched and collated together.
         seeding: What random numbers follow.
-        epoch: The epoch that this copy was told last, None before the first.
     """
 
     dataset: Any
     collate: Callable[[Any], Any]
     is_batched: bool
     seeding: Seeding
-    epoch: int | None = None
+    _number: int | None = None
 
-    def __getitem__(self, task: tuple[int, list[Any]]) -> Message:
+    def __getitem__(self, task: MapTask) -> Message:
         """Make the batches of one task; what is raised ends it."""
-        epoch, index_batches = task
-        if epoch != self.epoch:
-            _enter(epoch, self.dataset, None if self.epoch is None else self.seeding)
-            self.epoch = epoch
+        epoch, number, index_batches = task
+        if number != self._number:
+            _enter(epoch, self.dataset, None if self._number is None else self.seeding)
+            self._number = number
         batches: list[Any] = []
         failure = None
         for index in index_batches:
@@ -179,7 +184,7 @@ class StreamReader:
         except Exception as error:  # noqa: BLE001
             failure = _caught(error)  # raised again in the training process, in its turn
         has_ended = failure is None and len(batches) < task.count
-        return Message(_packed(batches), tuple(records), has_ended, failure)
+        return Message(_packed(batches), tuple(records), has_ended, failure, self._splits_itself)
 
     def _parts_of(self, task: StreamTask) -> Iterator[Part[Any]]:
         if task.number != self._number:
