@@ -1,0 +1,262 @@
+"""What ranks tell each other of results: each real row once, in the epoch's order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import chain
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset, SubsetRandomSampler
+from torch.utils.data.distributed import DistributedSampler
+
+from shardplug import (
+    BatchError,
+    CommError,
+    PlanError,
+    gather,
+    gather_for_metrics,
+    prepare_data_loader,
+)
+from shardplug.testing import LockstepComm, run_ranks
+
+
+class Stream(IterableDataset[int]):
+    def __init__(self, num_samples: int) -> None:
+        self.num_samples = num_samples
+
+    def __iter__(self) -> Any:
+        return iter(range(self.num_samples))
+
+
+class Parts(Stream):
+    """A stream whose two parts are of different length: the first third, and the rest."""
+
+    def shard(self, num_shards: int, index: int) -> Any:
+        bounds = [0, *[self.num_samples // 3] * (num_shards - 1), self.num_samples]
+        return Rows(list(range(bounds[index], bounds[index + 1])))
+
+
+class Rows(IterableDataset[int]):
+    def __init__(self, rows: list[int]) -> None:
+        self.rows = rows
+
+    def __iter__(self) -> Any:
+        return iter(self.rows)
+
+
+def numbers(num_samples: int) -> Any:
+    return torch.arange(num_samples)
+
+
+def gathered(
+    world_size: int,
+    loader: Callable[[LockstepComm], DataLoader[Any]],
+    of: Callable[[Any], Any] = lambda batch: batch,
+    **options: Any,
+) -> list[list[Any]]:
+    """What each rank gets in each step."""
+
+    def body(comm: LockstepComm) -> list[Any]:
+        prepared = prepare_data_loader(loader(comm), comm=comm, **options)
+        return [gather_for_metrics(of(batch), prepared) for batch in prepared]
+
+    return run_ranks(world_size, body)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("tail", ["pad", "exact"])
+@pytest.mark.parametrize("num_samples", [4, 5, 7, 8, 13, 16])
+def test_an_epoch_holds_each_sample_once_in_order(
+    num_samples: int, tail: str, world_size: int
+) -> None:
+    for data in (numbers(num_samples), Stream(num_samples)):
+        by_rank = gathered(world_size, lambda _, data=data: DataLoader(data, 3), tail=tail)
+        for steps in by_rank:
+            assert torch.cat(steps).tolist() == list(range(num_samples))
+
+
+def test_dropped_rows_are_the_only_ones_missing() -> None:
+    by_rank = gathered(2, lambda _: DataLoader(numbers(11), 2, drop_last=True))
+    assert [torch.cat(steps).tolist() for steps in by_rank] == [list(range(8))] * 2
+
+
+@pytest.mark.parametrize("num_samples", [9, 10, 3])
+def test_parts_of_different_length_are_seen_once(num_samples: int) -> None:
+    first, second = gathered(2, lambda _: DataLoader(Parts(num_samples), 2))
+    assert [step.tolist() for step in first] == [step.tolist() for step in second]
+    assert sorted(chain(*[step.tolist() for step in first])) == list(range(num_samples))
+
+
+def test_a_sampler_over_half_of_the_data_counts_half_of_it() -> None:
+    drawn = torch.randperm(5, generator=torch.Generator().manual_seed(1)).tolist()
+    by_rank = gathered(
+        2,
+        lambda _: DataLoader(
+            numbers(10),
+            2,
+            sampler=SubsetRandomSampler(range(5), generator=torch.Generator().manual_seed(1)),
+        ),
+    )
+    assert [torch.cat(steps).tolist() for steps in by_rank] == [drawn] * 2
+
+
+def test_the_padding_of_a_distributed_sampler_is_left_out() -> None:
+    def loader(comm: LockstepComm) -> DataLoader[Any]:
+        data = numbers(5)
+        return DataLoader(data, 2, sampler=DistributedSampler(data, 2, comm.rank, shuffle=False))
+
+    by_rank = gathered(2, loader)
+    # Rank 0 has 0, 2, 4; rank 1 has 1, 3 and the padding 0.
+    assert [[step.tolist() for step in steps] for steps in by_rank] == [[[0, 2, 1, 3], [4]]] * 2
+
+
+def test_several_outputs_per_sample() -> None:
+    by_rank = gathered(
+        2, lambda _: DataLoader(numbers(5), 2), lambda batch: batch.repeat_interleave(3)
+    )
+    assert by_rank[1][-1].tolist() == [4, 4, 4]
+    assert by_rank[0][0].tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3]
+
+
+def test_lists_of_tensors_of_two_widths() -> None:
+    def of(batch: Any) -> list[Any]:
+        return [batch.unsqueeze(1).repeat(1, 3), batch.unsqueeze(1).repeat(1, 2)]
+
+    for steps in gathered(2, lambda _: DataLoader(numbers(5), 2), of):
+        assert [each.tolist() for each in steps[-1]] == [[[4, 4, 4]], [[4, 4]]]
+
+
+def test_names_follow_their_rows() -> None:
+    def of(batch: Any) -> dict[str, Any]:
+        return {"id": batch, "name": [f"n{int(each)}" for each in batch], "of": (batch + 1, batch)}
+
+    for steps in gathered(3, lambda _: DataLoader(numbers(7), 2), of):
+        ids = torch.cat([step["id"] for step in steps]).tolist()
+        assert ids == list(range(7))
+        assert list(chain(*[step["name"] for step in steps])) == [f"n{each}" for each in ids]
+        assert torch.cat([step["of"][0] for step in steps]).tolist() == [each + 1 for each in ids]
+
+
+def test_tensors_of_different_width_come_as_a_list() -> None:
+    steps = gathered(
+        2, lambda _: DataLoader(numbers(4), 2), lambda batch: torch.zeros(2, int(batch[0]) + 1)
+    )[0]
+    assert [tuple(each.shape) for each in steps[0]] == [(2, 1), (2, 3)]
+
+
+@pytest.mark.parametrize(("num_samples", "world_size"), [(5, 2), (1, 2), (7, 3)])
+def test_ranks_that_would_wait_for_ever_are_told_at_once(num_samples: int, world_size: int) -> None:
+    calls = []
+
+    def body(comm: LockstepComm) -> int:
+        prepared = prepare_data_loader(
+            DataLoader(numbers(num_samples), 2), comm=comm, even_batches=False
+        )
+        for batch in prepared:
+            with pytest.raises(
+                PlanError, match=r"same number of steps on every rank.*tail='uneven'"
+            ):
+                gather_for_metrics(batch, prepared)
+            calls.append(comm.rank)
+        return 0
+
+    run_ranks(world_size, body)
+    assert calls
+
+
+def test_parts_that_were_cut_before_may_differ_too() -> None:
+    def body(comm: LockstepComm) -> Any:
+        loader = DataLoader(numbers(4 + 2 * comm.rank), 2)
+        prepared = prepare_data_loader(loader, comm=comm, already_sharded=True)
+        for batch in prepared:
+            gather_for_metrics(batch, prepared)
+
+    with pytest.raises((PlanError, CommError), match="same number of steps"):
+        run_ranks(2, body)
+
+
+def test_a_simulation_refuses() -> None:
+    loader = prepare_data_loader(DataLoader(numbers(4), 2), num_processes=2, process_index=1)
+    for batch in loader:
+        with pytest.raises(PlanError, match="shard 1 of 2, a simulation"):
+            gather_for_metrics(batch, loader)
+
+
+def test_between_passes_there_is_nothing_to_gather() -> None:
+    loader = prepare_data_loader(DataLoader(numbers(4), 2))
+    with pytest.raises(PlanError, match="must have a batch out"):
+        gather_for_metrics(numbers(2), loader)
+
+
+def test_rows_that_are_no_multiple_of_the_batch() -> None:
+    loader = prepare_data_loader(DataLoader(numbers(4), 2))
+    for _ in loader:
+        with pytest.raises(BatchError, match="must have a multiple"):
+            gather_for_metrics({"x": numbers(3)}, loader)
+
+
+# gather
+
+
+def test_gather_joins_by_rank() -> None:
+    def body(comm: LockstepComm) -> Any:
+        data = {
+            "rows": torch.full((comm.rank + 1, 2), comm.rank),
+            "loss": torch.tensor(float(comm.rank)),
+            "names": [str(comm.rank)],
+            "number": comm.rank,
+        }
+        return gather(data, comm=comm)
+
+    for each in run_ranks(3, body):
+        assert each["rows"].tolist() == [[0, 0], [1, 1], [1, 1], [2, 2], [2, 2], [2, 2]]
+        assert each["loss"].tolist() == [0.0, 1.0, 2.0]
+        assert each["names"] == ["0", "1", "2"]
+        assert each["number"] == [0, 1, 2]
+
+
+def test_gather_alone_is_the_data_itself() -> None:
+    assert gather([torch.arange(2), torch.tensor(3)])[1].tolist() == [3]
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (lambda rank: {"x": torch.zeros(1, dtype=[torch.int32, torch.int64][rank])}, "'x' as .*32"),
+        (
+            lambda rank: {"x": torch.zeros(1)} | ({"y": torch.zeros(1)} if rank else {}),
+            "'y' on rank 1",
+        ),
+        (lambda rank: {"x": torch.zeros(1) if rank else "zero"}, "'x' as no tensor"),
+    ],
+)
+def test_ranks_that_differ_are_named_on_all(data: Callable[[int], Any], message: str) -> None:
+    told = []
+
+    def body(comm: LockstepComm) -> None:
+        with pytest.raises(BatchError, match=message) as error:
+            gather(data(comm.rank), comm=comm)
+        told.append(str(error.value))
+
+    run_ranks(2, body)
+    assert told[0] == told[1]
+    assert "rank 1" in told[0]
+
+
+def test_what_cannot_be_pickled_is_an_error_on_all() -> None:
+    def body(comm: LockstepComm) -> None:
+        with pytest.raises(CommError):
+            gather([lambda: 0] if comm.rank else ["fine"], comm=comm)
+
+    run_ranks(2, body)
+
+
+def test_all_tensors_travel_in_one_message() -> None:
+    def body(comm: LockstepComm) -> Any:
+        before = len(comm.calls)
+        gather([torch.zeros(3), torch.zeros(2, 2), {"n": torch.tensor(1)}], comm=comm)
+        return len(comm.calls) - before
+
+    assert run_ranks(2, body) == [1, 1]
