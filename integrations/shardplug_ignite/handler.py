@@ -8,6 +8,7 @@ EXCEPTION_RAISED: an engine with a handler there swallows the user's exception.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Literal, final
 from weakref import WeakKeyDictionary
 
@@ -15,7 +16,15 @@ import torch
 from ignite.engine import DeterministicEngine, Engine, Events, State
 from torch.utils.data import DataLoader
 
-from shardplug import Comm, DataLoaderShard, PlanError, ShardEngine, Tail, current_comm
+from shardplug import (
+    Comm,
+    DataLoaderShard,
+    PlanError,
+    ShardEngine,
+    ShardPlan,
+    Tail,
+    current_comm,
+)
 
 _UNKNOWN = -1
 """Stands for a number of steps that only a pass will tell, in messages between ranks."""
@@ -114,12 +123,13 @@ class ShardHandler:
         if mode not in ("train", "eval"):
             raise PlanError(f"`mode` must be 'train' or 'eval', got {mode!r}.")
         self._is_eval = mode == "eval"
-        self._may_fall_back = self._is_eval and even_batches and tail is None
+        # Where an evaluation is not told how to end, the loader's numbers decide.
+        self._prefers_exact = self._is_eval and even_batches and tail is None
         self._comm = comm
         self._shards = ShardEngine(
             split_batches=split_batches,
             even_batches=even_batches,
-            tail=_tail_of(tail, is_eval=self._is_eval, even_batches=even_batches),
+            tail=Tail.UNEVEN.value if self._is_eval and tail is None else tail,
             rng_types=rng_types,
             use_seedable_sampler=use_seedable_sampler,
             data_seed=data_seed,
@@ -130,7 +140,7 @@ class ShardHandler:
         )
         self._options: dict[str, Any] = {
             "put_on_device": put_on_device,
-            "device": self._shards.device if device is None else device,
+            "device": device,
             "already_sharded": already_sharded,
             "sync_order": sync_order,
             "worker_split": worker_split,
@@ -139,7 +149,6 @@ class ShardHandler:
         self._prepared: WeakKeyDictionary[DataLoader[Any], DataLoaderShard] = WeakKeyDictionary()
         # By engine, the epoch length that nobody gave: it was worked out here, or found in a run.
         self._lengths: WeakKeyDictionary[Engine, int | None] = WeakKeyDictionary()
-        self._given = loader  # kept, so that what was prepared of it is
         self._loader = None if loader is None else self._shard_of(loader)
 
     @property
@@ -283,8 +292,8 @@ class ShardHandler:
         Collective: every rank must call it.
         """
         prepared = self._shards.prepare_loader(loader, **self._options)
-        if self._may_fall_back and not _is_surely_exact(prepared):
-            prepared = self._shards.prepare_loader(loader, tail="uneven", **self._options)
+        if self._prefers_exact and _can_be_exact(prepared.plan):
+            prepared = self._shards.prepare_loader(loader, tail=Tail.EXACT.value, **self._options)
         self._prepared[loader] = prepared
         return prepared
 
@@ -360,19 +369,15 @@ def _told(by_rank: Sequence[int]) -> str:
     return f"between {min(by_rank)} and {max(by_rank)} steps"
 
 
-def _tail_of(tail: str | None, *, is_eval: bool, even_batches: bool) -> str | None:
-    """Choose the mode that is asked of the core; None leaves it to the loader's ``drop_last``."""
-    if tail is not None or not is_eval:
-        return tail
-    return Tail.EXACT.value if even_batches else Tail.UNEVEN.value
-
-
-def _is_surely_exact(loader: DataLoaderShard) -> bool:
-    """Tell whether an epoch can be dealt exactly, so that no evaluation fails at its end."""
+def _can_be_exact(uneven: ShardPlan) -> bool:
+    """Tell whether an end that may be uneven can surely be exact; alone, it is."""
+    if uneven.num_samples is None or uneven.shard.count == 1:
+        return False
     try:
-        return loader.plan.num_samples is not None
+        replace(uneven, tail=Tail.EXACT)
     except PlanError:
         return False
+    return True
 
 
 def _length_of(data: Any) -> int | None:

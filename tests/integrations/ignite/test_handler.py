@@ -523,6 +523,7 @@ def test_a_loader_of_an_engine_of_ours_stays_as_it_is() -> None:
         engine, seen, handler = recorder(loader=prepared, comm=comm, mode="eval")
         engine.run(prepared)
         assert engine.state.dataloader is handler.loader is prepared
+        assert not handler._prepared  # the user's to keep
         return seen
 
     assert run_ranks(2, rank) == [[[0, 1], [4]], [[2, 3]]]
@@ -553,11 +554,15 @@ def test_the_users_loader_is_left_as_it_was() -> None:
     laws.hands_off(lambda: engine.run(loader, max_epochs=2), loader, look=look)
 
 
-def test_training_does_not_move_the_random_state() -> None:
-    engine, _, _ = recorder()
-    before = torch.get_rng_state()
-    engine.run(loader_of(10, 3, shuffle=True), max_epochs=2)
-    assert torch.equal(torch.get_rng_state(), before)
+@pytest.mark.parametrize("use_seedable_sampler", [True, False])
+def test_training_moves_the_random_state_only_to_draw_a_seed(use_seedable_sampler: bool) -> None:
+    loader = loader_of(10, 3, shuffle=True)
+    engine, _, _ = recorder(loader=loader, use_seedable_sampler=use_seedable_sampler)
+    prepared = torch.get_rng_state()
+    assert torch.equal(prepared, torch.manual_seed(0).get_state()) is use_seedable_sampler
+    torch.set_rng_state(prepared)
+    engine.run(loader, max_epochs=2)
+    assert torch.equal(torch.get_rng_state(), prepared)
 
 
 def test_all_other_handlers_see_the_prepared_loader_and_its_length() -> None:
@@ -624,6 +629,12 @@ def test_batches_are_put_on_the_device() -> None:
     assert devices == ["meta", "cpu", "cpu"]
 
 
+@pytest.mark.parametrize("non_blocking", [True, False])
+def test_moves_may_overlap_if_asked_to(non_blocking: bool) -> None:
+    handler = ShardHandler(loader_of(2), non_blocking=non_blocking)
+    assert handler.loader._settings.non_blocking is non_blocking
+
+
 def test_data_that_is_cut_already_is_not_cut_again() -> None:
     ranks = by_rank(2, lambda engine: engine.run(loader_of(4)), already_sharded=True)
     assert ranks == [[[0, 1], [2, 3]]] * 2
@@ -663,14 +674,13 @@ def test_options_are_checked_when_they_are_given(options: dict[str, Any], rule: 
         ({"worker_split": "me"}, "`worker_split` must be .*, got 'me'"),
         ({"sync_order": "guess"}, "`sync_order` must be .*, got 'guess'"),
         ({"batches_per_message": 0}, "`batches_per_message` must be at least 1, got 0"),
-        ({"use_seedable_sampler": False, "data_seed": 3}, "`data_seed` has no effect"),
     ],
 )
 def test_options_of_loaders_are_checked_when_one_is_given(
     options: dict[str, Any], rule: str
 ) -> None:
     engine, _, _ = recorder(**options)
-    with pytest.raises((PlanError, UserWarning), match=rule):
+    with pytest.raises(PlanError, match=rule):
         engine.run(loader_of(4))
 
 
