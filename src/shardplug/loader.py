@@ -539,8 +539,8 @@ class DataLoaderShard(DataLoader[Any]):
     def _in_step(self, arrivals: Iterator[Arrival]) -> Iterator[Arrival]:
         """Keep ranks that read parts of their own in step."""
         feed = self._feed
-        comm = None if self._settings.is_simulation else self.comm
-        if comm is not None and comm.world_size > 1 and feed.tail is not Tail.UNEVEN:
+        comm = self._partners()
+        if comm is not None and feed.tail is not Tail.UNEVEN:
             return in_step(arrivals, comm, tail=feed.tail, is_cut=feed.is_cut)
         return mark_last(arrivals)
 
