@@ -134,6 +134,7 @@ class Messages:
         self._source = iter(self._readers)
         self._batches: deque[Any] = deque()
         self.records.batches.clear()  # of a pass that was left early
+        self._round: list[Message] = []
         self._failure: Any = None
         self._ends = 0
 
@@ -146,19 +147,41 @@ class Messages:
         while not self._batches:
             if self._failure is not None:
                 self._failure.reraise()
-            if self._ends >= self._num_readers:
+            if self._ends >= self._num_readers and not self._round:
                 self._source = iter(())  # type: ignore[assignment]  # lets go of the workers
                 raise StopIteration
-            self._receive(next(self._source))
+            self._receive(self._next_message())
         return self._batches.popleft()
 
+    def _next_message(self) -> Message:
+        try:
+            message: Message = next(self._source)
+        except (ConnectionError, EOFError) as error:
+            if not self._readers.num_workers:
+                raise  # the user's own
+            # What a worker raises comes in a message; a tensor in one is fetched from its worker.
+            raise RuntimeError("A worker of the loader ended with its batches unread.") from error
+        return message
+
     def _receive(self, message: Message) -> None:
-        self._batches.extend(message.unpacked())
-        self.records.batches.extend(message.records)
-        self.records.splits_itself = message.splits_itself
-        self._failure = message.failure
         # All readers have ended when each in turn has said so.
         self._ends = self._ends + 1 if message.has_ended else 0
+        self.records.splits_itself = message.splits_itself
+        self._round.append(message)
+        # Workers that split a stream among them take turns, batch by batch: in one round each is
+        # asked for as many. Of other readers each continues where the one before it stopped.
+        if message.splits_itself and len(self._round) < self._num_readers:
+            return
+        round_ = [(each, each.unpacked()) for each in self._round]
+        self._round = []
+        for step in range(1 + max(len(batches) for _, batches in round_)):
+            for each, batches in round_:
+                if step < len(batches):
+                    self._batches.append(batches[step])
+                    self.records.batches.extend(each.records[step : step + 1])
+                elif step == len(batches) and each.failure is not None:
+                    self._failure = each.failure
+                    return
 
     @property
     def torch_iterator(self) -> Any:

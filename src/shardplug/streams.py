@@ -74,10 +74,10 @@ def open_stream(
     items = iter(dataset)
     first = list(islice(items, 1))
     info: Any = get_worker_info()
-    if isinstance(info, WatchedInfo):
-        splits_itself = info.decide()
+    if worker_split == "dataset":
+        splits_itself = info is not None
     else:
-        splits_itself = info is not None and worker_split == "dataset"
+        splits_itself = isinstance(info, WatchedInfo) and info.decide()
     return deal(chain(first, items), plan), splits_itself
 
 

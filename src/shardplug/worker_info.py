@@ -48,7 +48,7 @@ class WatchedInfo:
         self._info = info
         self._hides_split = hides_split
         self._read: set[str] = set()
-        self._is_decided = False
+        self._splits: bool | None = None
         self.place: tuple[int, int] = (info.id, info.num_workers)
 
     @staticmethod
@@ -109,18 +109,18 @@ class WatchedInfo:
                 "data set."
             )
         splits = is_reached or {"id", "num_workers"} <= self._read
-        if splits and not self._is_decided and self.place[0] == 0:
+        if splits and self._splits is None and self.place[0] == 0:
             _log.info(
                 "%s splits itself among workers by get_worker_info(); it is left to it, as with "
                 'worker_split="dataset".',
                 type(self._info.dataset).__name__,
             )
-        self._is_decided = not splits
+        self._splits = splits
         return splits
 
     def _note(self, name: str) -> None:
         self._read.add(name)
-        if self._is_decided and {"id", "num_workers"} <= self._read:
+        if self._splits is False and {"id", "num_workers"} <= self._read:
             raise PlanError(
                 "`worker_split` must say who divides the stream among workers, got "
                 f'"auto" with {type(self._info.dataset).__name__}, which reads its worker info '
