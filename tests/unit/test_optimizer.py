@@ -328,6 +328,46 @@ def test_gradients_may_be_cleared_at_either_end_of_the_loop(
         assert weight.item() == expected
 
 
+def test_what_is_not_stepped_with_is_not_cleared_on_an_inner_micro_batch() -> None:
+    weight = a_weight(1.0)
+    wrapper = plain(weight)
+    for cleared_by_model in (False, True):
+        wrapper.window = Window(1, 2)
+        weight.sum().backward()
+        wrapper.step()
+        if cleared_by_model:
+            weight.grad = None
+        else:
+            wrapper.zero_grad()
+        wrapper.window = Window(0, 2)
+        weight.sum().backward()
+        if cleared_by_model:
+            wrapper.step()
+        wrapper.zero_grad()
+        assert weight.grad == 1.0
+
+
+def test_without_accumulation_gradients_are_cleared_whenever_it_is_asked_for() -> None:
+    weight = a_weight(1.0)
+    wrapper = plain(weight)
+    for window in (None, Window(0, 1)):
+        wrapper.window = window
+        weight.sum().backward()
+        wrapper.zero_grad()
+        assert weight.grad is None
+
+
+def test_an_outcome_that_nobody_asked_for_in_time_is_still_told() -> None:
+    weight, scaler = a_weight(1.0), a_scaler()
+    wrapper = ScalerAwareOptimizer(sgd(weight, fused=True), scaler=scaler)
+    scaler.scale((weight * math.inf).sum()).backward()
+    wrapper.step()
+    wrapper.window = Window(0, 2)
+    wrapper.step()
+    assert wrapper.outcome == StepOutcome(StepKind.ACCUMULATING, 1, 1, 0)
+    assert wrapper.step_was_skipped
+
+
 def test_a_window_can_be_dropped_after_its_last_backward_pass() -> None:
     weight = a_weight(1.0)
     wrapper = plain(weight)
@@ -555,6 +595,22 @@ def test_gradients_dropped_after_they_were_unscaled_leave_nothing_behind(poison:
     two.backward(0.25, 0.25)
     step_both(two)
     assert two.values == [0.75, 0.5]
+
+
+@pytest.mark.parametrize(("poison", "scale"), [(1.0, 4096.0), (math.inf, 1024.0)])
+def test_a_lone_optimizer_drops_unscaled_gradients_and_what_was_found_in_them_counts(
+    poison: float, scale: float
+) -> None:
+    weight, scaler = a_weight(1.0), a_scaler(growth_interval=1)
+    wrapper = ScalerAwareOptimizer(sgd(weight), scaler=scaler)
+    for factor in (poison, 0.25):
+        scaler.scale((weight * factor).sum()).backward()
+        wrapper.unscale_gradients()
+        if factor == 0.25:
+            wrapper.step()
+        wrapper.zero_grad()
+    assert (weight.item(), scaler.get_scale()) == (0.75, scale)
+    assert wrapper.outcome == StepOutcome(StepKind.STEPPED, 1, 1, 1)
 
 
 @pytest.mark.parametrize("fused", [False, True])
