@@ -114,7 +114,7 @@ class ShardEngine:
             "tail": tail,
             "rng_types": rng_types,
             "use_seedable_sampler": use_seedable_sampler,
-            "data_seed": data_seed if use_seedable_sampler else None,
+            "data_seed": data_seed,
             "non_blocking": non_blocking,
             "torch_device_mesh": torch_device_mesh,
             "data_axes": data_axes,
