@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+import sympy  # noqa: F401  # edits the warning filters when torch first imports it
 import torch
 import torch.distributed as dist
 from hypothesis import settings
