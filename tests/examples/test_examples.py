@@ -79,7 +79,69 @@ def test_ignite_digits_counts_each_test_image_once(tmp_path: Path) -> None:
         assert float(accuracy) > 0.9
 
 
-def test_every_program_is_tested() -> None:
+ACCUMULATION = r"ranks: (\d), micro-batches a step: 3\nparameters stay within (\S+) of"
+
+
+def test_accumulation_follows_the_big_batch(tmp_path: Path) -> None:
+    need("sklearn")
+    for ranks, launcher in ((1, ()), (2, TORCHRUN)):
+        text = run("accumulation.py", tmp_path, *launcher)
+        told, apart = found(ACCUMULATION, text)
+        assert int(told) == ranks
+        assert float(apart) < 1e-5
+        # 1797 samples, 48 from every rank in a step, and a short window at the end of each epoch.
+        steps = [int(step) for step in re.findall(r"steps (\d+)", text)]
+        assert steps == [epoch * -(-1797 // (48 * ranks)) for epoch in (1, 2, 3)]
+
+
+GAN = r"(?s)discriminator +(\d+) steps taken, (\d+) skipped.*generator +(\d+) .* (\d+) skipped"
+
+
+def test_gan_schedules_wait_for_real_steps(tmp_path: Path) -> None:
+    need("sklearn")
+    text = run("gan_two_optimizers.py", tmp_path)
+    steps, skipped, others, others_skipped = map(int, found(GAN, text))
+    assert (steps + skipped, others + others_skipped) == (5 * 28, 5 * 14)
+    assert skipped > 0
+    (rate,) = found(r"rate of the discriminator (\S+)", text)
+    assert rate == f"{0.002 * 0.999**steps:.6f}"
+
+
+@pytest.mark.timeout(400)
+def test_digits_demo_counts_who_saw_what(tmp_path: Path) -> None:
+    need("sklearn", "lightning")
+    text = run("digits_demo.py", tmp_path)
+    # 22 steps of 64 leave 28 digits; the last step is filled up with 36.
+    trained = re.findall(r"epoch \d +(\d+) \+ (\d+) +(\d+) +(\d+) +(\d+)\n", text)
+    (epochs,) = found(r"2 ranks, (\d) epochs:", text)
+    assert trained == [("736", "736", "1400", "36", "0")] * int(epochs)
+    validated = re.findall(r"  (\S+).* (\d+) +(\d+) +(\d+)   (\d+)/(\d+) = ", text)
+    assert [(name, *seen) for name, *seen, _, _ in validated] == [
+        ("shardplug,", "361", "0", "0"),
+        ("one", "361", "0", "0"),
+        ("Lightning", "360", "1", "0"),
+    ]
+    (right, counted), alone, (_, by_torch) = [(int(r), int(c)) for *_, r, c in validated]
+    assert (right, counted) == alone
+    assert (counted, by_torch) == (361, 362)
+    assert right / counted > 0.9
+
+
+def test_lightning_exact_evaluation_tests_each_sample_once(tmp_path: Path) -> None:
+    need("lightning")
+    text = run("lightning_exact_evaluation.py", tmp_path)
+    assert sorted(re.findall(r"rank (\d) tests \[([\d, ]+)\]", text)) == [
+        ("0", "0, 1, 2, 3"),
+        ("1", "4, 5, 6"),
+        ("2", "7, 8, 9"),
+    ]
+    assert found(r"mean over all ranks: (\S+)", text) == ("4.5",)
+
+
+def test_every_program_is_tested_and_listed() -> None:
     tests = Path(__file__).read_text(encoding="utf-8")
-    for program in EXAMPLES.glob("*.py"):
-        assert f'"{program.name}"' in tests, program.name
+    listed = (EXAMPLES / "README.md").read_text(encoding="utf-8")
+    programs = [program.name for program in EXAMPLES.glob("*.py")]
+    for name in programs:
+        assert f'run("{name}", tmp_path' in tests, name
+    assert sorted(re.findall(r"\]\((.*)\) \|", listed)) == sorted(programs)

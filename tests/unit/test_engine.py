@@ -11,7 +11,16 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, Sampler
 
-from shardplug import Comm, CommError, DataLoaderShard, PlanError, Shard, ShardEngine
+from shardplug import (
+    Comm,
+    CommError,
+    DataLoaderShard,
+    PlanError,
+    ScalerAwareOptimizer,
+    Shard,
+    ShardEngine,
+    StepSyncedScheduler,
+)
 from shardplug.testing import LockstepComm, run_ranks
 
 Batches = list[list[int]]
@@ -417,3 +426,183 @@ def test_loaders_that_differ_are_an_error_on_every_rank() -> None:
             ShardEngine(comm=comm).prepare(loader_over(8 + comm.rank))
 
     run_ranks(2, body)
+
+
+# Optimizers and schedules.
+
+
+def one_weight(value: float = 0.0) -> torch.nn.Parameter:
+    return torch.nn.Parameter(torch.tensor(value))
+
+
+def descent(weight: torch.nn.Parameter, lr: float = 1.0) -> torch.optim.Optimizer:
+    return torch.optim.SGD([weight], lr=lr)
+
+
+def halving(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    return torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
+
+
+def test_a_schedule_may_come_before_its_optimizer() -> None:
+    weight = one_weight()
+    optimizer = descent(weight)
+    schedule, wrapped = ShardEngine().prepare(halving(optimizer), optimizer)
+    assert isinstance(schedule, StepSyncedScheduler)
+    assert isinstance(wrapped, ScalerAwareOptimizer)
+    schedule.step()  # there was no step yet
+    assert wrapped.param_groups[0]["lr"] == 1.0
+    weight.grad = torch.ones(())
+    wrapped.step()
+    schedule.step()
+    assert wrapped.param_groups[0]["lr"] == 0.5
+
+
+@pytest.mark.parametrize(("unit", "rate"), [("updates", 0.5), ("batches", 0.25)])
+def test_scheduler_unit_says_what_a_schedule_counts(unit: Any, rate: float) -> None:
+    def body(comm: LockstepComm) -> float:
+        weight = one_weight()
+        optimizer = descent(weight)
+        engine = ShardEngine(comm=comm, scheduler_unit=unit)
+        optimizer, schedule = engine.prepare(optimizer, halving(optimizer))
+        weight.grad = torch.ones(())
+        optimizer.step()
+        schedule.step()
+        found: float = optimizer.param_groups[0]["lr"]
+        return found
+
+    assert run_ranks(2, body) == [rate, rate]
+
+
+def test_a_scaler_scales_losses_and_skips_what_overflows() -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    weight = one_weight()
+    engine = ShardEngine(scaler=scaler)
+    optimizer = engine.prepare(descent(weight))
+    for factor, after in ((3.0, -3.0), (float("inf"), -3.0), (1.0, -4.0)):
+        optimizer.zero_grad()
+        engine.backward(weight * factor)
+        optimizer.step()
+        assert weight.item() == after
+    assert (optimizer.outcome.num_windows, optimizer.outcome.num_steps) == (3, 2)
+    assert scaler.get_scale() == 2.0
+
+
+def test_windows_step_once_and_the_last_one_even_if_it_is_short() -> None:
+    weight = one_weight()
+    engine = ShardEngine(gradient_accumulation_steps=2)
+    loader, optimizer = engine.prepare(loader_over(5, 1), descent(weight))
+    weights = []
+    for batch in loader:
+        with engine.accumulate():
+            engine.backward(weight * batch.float().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        weights.append(weight.item())
+    # Gradients are the means over windows: (0+1)/2, (2+3)/2, 4.
+    assert weights == [0.0, -0.5, -0.5, -3.0, -7.0]
+
+
+def test_valid_rows_weigh_a_padded_window_as_the_big_batch() -> None:
+    """Over 2 ranks, 5 samples in batches of 2: padding weighs nothing, a short batch its rows."""
+
+    def body(comm: LockstepComm) -> float:
+        weight = one_weight()
+        engine = ShardEngine(comm=comm, gradient_accumulation_steps=2)
+        loader = engine.prepare(loader_over(5))
+        for batch in loader:
+            with engine.accumulate():
+                rows = batch[: loader.valid_rows].float()
+                loss = rows.mean() if len(rows) else torch.zeros(())
+                engine.backward(weight * loss, valid_rows=loader.valid_rows)
+        assert weight.grad is not None
+        return weight.grad.item()
+
+    assert sum(run_ranks(2, body)) / 2 == pytest.approx((0 + 1 + 2 + 3 + 4) / 5)
+
+
+def test_gradients_are_clipped_after_they_are_unscaled() -> None:
+    weight = one_weight()
+    engine = ShardEngine(scaler=torch.amp.GradScaler("cpu", init_scale=8.0))
+    optimizer = engine.prepare(descent(weight))
+    engine.backward(weight * 3)
+    assert engine.clip_grad_norm_([weight], 1.5).item() == 3.0
+    optimizer.step()
+    assert weight.item() == pytest.approx(-1.5, rel=1e-5)
+
+
+def test_metrics_are_gathered_without_padding_from_the_loop_under_way() -> None:
+    def body(comm: LockstepComm) -> list[list[int]]:
+        engine = ShardEngine(comm=comm)
+        loader = engine.prepare(loader_over(5))
+        return [engine.gather_for_metrics(batch).tolist() for batch in loader]
+
+    assert run_ranks(2, body) == [[[0, 1, 2, 3], [4]]] * 2
+
+
+def test_what_is_gathered_by_hand_is_everything() -> None:
+    def body(comm: LockstepComm) -> list[int]:
+        gathered: torch.Tensor = ShardEngine(comm=comm).gather(torch.tensor([comm.rank]))
+        return gathered.tolist()
+
+    assert run_ranks(3, body) == [[0, 1, 2]] * 3
+
+
+def prepare_twice() -> None:
+    engine, optimizer = ShardEngine(), descent(one_weight())
+    engine.prepare(optimizer)
+    engine.prepare(loader_over(2), optimizer)
+
+
+def prepare_a_prepared_one() -> None:
+    engine = ShardEngine()
+    engine.prepare(engine.prepare(descent(one_weight())))
+
+
+def accumulate_over_another_engines_loader() -> None:
+    loader = ShardEngine().prepare(loader_over(2))
+    with ShardEngine().accumulate(loader=loader):
+        pass
+
+
+def accumulate_outside_of_a_loop() -> None:
+    with ShardEngine().accumulate():
+        pass
+
+
+WRONG_STEPS: dict[str, tuple[Callable[[], Any], str]] = {
+    "accumulation": (
+        lambda: ShardEngine(gradient_accumulation_steps=0),
+        r"`gradient_accumulation_steps` must be at least 1, got 0",
+    ),
+    "unit": (
+        lambda: ShardEngine(scheduler_unit="epochs"),  # type: ignore[arg-type]
+        r"`scheduler_unit` must be 'batches' or 'updates', got 'epochs'\.",
+    ),
+    "an optimizer twice": (prepare_twice, r"not prepared yet, got SGD as number 2"),
+    "a prepared optimizer": (prepare_a_prepared_one, r"not prepared yet, got .*number 1"),
+    "a schedule alone": (
+        lambda: ShardEngine().prepare(halving(descent(one_weight()))),
+        r"schedules of prepared optimizers, got StepLR as number 1",
+    ),
+    "another's loader": (
+        accumulate_over_another_engines_loader,
+        r"`loader` must be one that this engine has prepared, got another\.",
+    ),
+    "no loop": (accumulate_outside_of_a_loop, r"`accumulate` must be entered in the loop"),
+    "no loop to gather in": (
+        lambda: ShardEngine().gather_for_metrics(torch.ones(1)),
+        r"`gather_for_metrics` must be called in the loop over a prepared loader",
+    ),
+    "rows without a window": (
+        lambda: ShardEngine().backward(one_weight() * 2, valid_rows=1),
+        r"`valid_rows` must come with a window, got 1 outside of accumulate\(\)\.",
+    ),
+}
+
+
+@pytest.mark.parametrize(("call", "message"), WRONG_STEPS.values(), ids=WRONG_STEPS)
+def test_errors_of_steps_name_the_argument_the_rule_and_the_value(
+    call: Callable[[], Any], message: str
+) -> None:
+    with pytest.raises(PlanError, match=message):
+        call()
