@@ -194,7 +194,8 @@ def draw_order(  # noqa: PLR0911  # one line for each kind
 ) -> tuple[Order, Callable[[], None] | None] | None:
     """Look through a sampler: draw the order of its next pass without walking it.
 
-    Its generator, or torch's global one, moves exactly as if the sampler had been walked.
+    Its generator, or torch's global one, moves exactly as if the sampler had been walked, to its
+    end where it draws several times.
 
     Args:
         sampler: Any iterable of sample ids.
@@ -419,8 +420,11 @@ class BatchSamplerShard(BatchSampler):
         )
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield this shard's batches of one epoch."""
-        return iter(self.begin()[0])
+        """Yield this shard's batches of one epoch.
+
+        Nothing is drawn before the first: a DataLoader draws from the same generator in between.
+        """
+        yield from self.begin()[0]
 
     def __len__(self) -> int:
         """Count the batches that a pass yields.
@@ -503,17 +507,18 @@ class SkipBatchSampler(BatchSampler):
             part.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield what is left."""
+        """Yield what is left; nothing is drawn before the first, as under torch's own."""
         skipped = self.skip_batches
         if self._is_once:
             self.skip_batches = 0
         drawn = draw_order(self.sampler) if is_plain(self.batch_sampler) else None
         if drawn is None:
-            return islice(self.batch_sampler, skipped, None)
+            yield from islice(self.batch_sampler, skipped, None)
+            return
         order, on_exhausted = drawn
         tail = Tail.DROP if self.drop_last else Tail.UNEVEN
         plan = ShardPlan(len(order), self.batch_size, Shard(0, 1), tail=tail)
-        return iter(SampledPass(order, plan, on_exhausted=on_exhausted).after(skipped))
+        yield from SampledPass(order, plan, on_exhausted=on_exhausted).after(skipped)
 
     def __len__(self) -> int:
         """Count the batches that are left, zero if all are skipped."""

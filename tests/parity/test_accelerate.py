@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 
 from shardplug import BatchSamplerShard
 from tests import strategies
@@ -45,6 +45,23 @@ def test_shards_draw_from_a_generator_what_they_draw_there(drop: bool) -> None:
         shard = shard_class(BatchSampler(sampler, 3, drop), 2, rank)
         epochs = [list(shard) for _ in range(3)]
         return epochs, bytes(generator.get_state().tolist())
+
+    for rank in range(2):
+        expected = batches_of(accelerate_data_loader.BatchSamplerShard, rank)
+        assert batches_of(BatchSamplerShard, rank) == expected
+
+
+@pytest.mark.parametrize("own_generator", BOTH)
+def test_in_a_loader_of_torchs_they_draw_in_the_same_order(own_generator: bool) -> None:
+    def batches_of(shard_class: Any, rank: int) -> list[list[int]]:
+        torch.manual_seed(8)
+        generator = torch.Generator().manual_seed(3) if own_generator else None
+        shuffling = BatchSampler(RandomSampler(range(23), generator=generator), 3, False)
+        samples: Any = torch.arange(23)
+        loader: DataLoader[Any] = DataLoader(
+            samples, batch_sampler=shard_class(shuffling, 2, rank), generator=generator
+        )
+        return [batch.tolist() for _ in range(2) for batch in loader]
 
     for rank in range(2):
         expected = batches_of(accelerate_data_loader.BatchSamplerShard, rank)
