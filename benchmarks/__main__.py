@@ -1,6 +1,6 @@
 """Run every benchmark, one after the other, and print one table.
 
-    python -m benchmarks [--json PATH]
+python -m benchmarks [--json PATH]
 """
 
 from __future__ import annotations
