@@ -13,9 +13,12 @@ from tests.launch import run_processes
 from tests.streams import Ids
 from tests.unit.test_workers import Table
 
+# Ranks come from a fork server, and would start another one, which imports torch anew.
+FORKED: dict[str, Any] = {"multiprocessing_context": "fork"}
+
 
 def read(_: Comm, dataset: Any, is_kept: bool, per_message: int) -> list[list[int]]:
-    loader = DataLoader(dataset, 2, num_workers=2, persistent_workers=is_kept)
+    loader = DataLoader(dataset, 2, num_workers=2, persistent_workers=is_kept, **FORKED)
     made = prepare_data_loader(loader, batches_per_message=per_message)
     return [batch.tolist() for batch in made]
 
@@ -30,7 +33,7 @@ def test_a_worker_that_dies_is_an_error(kind: Any, is_kept: bool) -> None:
 def outcome(comm: Comm) -> str:
     ids = Ids(400, dies_at=21 if comm.rank == 1 else None)
     try:
-        list(prepare_data_loader(DataLoader(ids, 2, num_workers=1), tail="pad"))
+        list(prepare_data_loader(DataLoader(ids, 2, num_workers=1, **FORKED), tail="pad"))
     except CommError as error:
         return f"told: {error}"
     except RuntimeError as error:
