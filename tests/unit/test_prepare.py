@@ -327,7 +327,6 @@ def test_a_generator_of_the_data_sets_own_gives_none() -> None:
     assert shuffled_by(loader) == order_of(11)
 
 
-@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
 def test_torchdatas_samplers_are_seen_through() -> None:
     samples: Any = torch.arange(10)
     theirs = StatefulDataLoader(
