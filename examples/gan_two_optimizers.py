@@ -40,6 +40,7 @@ def main() -> None:
         torch.optim.lr_scheduler.ExponentialLR(judge, gamma=0.999),
     )
     says_real = nn.BCEWithLogitsLoss(reduction="sum")
+    loss = 0.0
     for epoch in range(EPOCHS):
         for number, (real,) in enumerate(loader):
             fake = generator(torch.randn(len(real), NOISE))
@@ -48,6 +49,7 @@ def main() -> None:
             judge.zero_grad()
             judged = says_real(scores, truth)
             engine.backward(judged)
+            loss = judged.item() / len(truth)
             judge.step()
             decay.step()
             if number % 2 == 0:
@@ -55,7 +57,7 @@ def main() -> None:
                 fooled = says_real(discriminator(fake).squeeze(1), torch.ones(len(real)))
                 engine.backward(fooled)
                 make.step()
-        print(f"epoch {epoch}  discriminator loss {judged.item() / len(truth):.3f}")
+        print(f"epoch {epoch}  discriminator loss {loss:.3f}")
     for name, optimizer in (("discriminator", judge), ("generator", make)):
         outcome = optimizer.outcome
         skipped = outcome.num_windows - outcome.num_steps
