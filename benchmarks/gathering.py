@@ -7,6 +7,7 @@ import tempfile
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -38,7 +39,7 @@ def _gather(place: str, rank: int) -> tuple[float, float]:
     from accelerate import Accelerator  # after the group is there
 
     peer = Accelerator(cpu=True)
-    data = torch.arange(32 * WORLD_SIZE * 4)
+    data: Any = torch.arange(32 * WORLD_SIZE * 4)
     ours = prepare_data_loader(DataLoader(data, 32))
     next(held := iter(ours))
     theirs = peer.prepare_data_loader(DataLoader(data, 32))

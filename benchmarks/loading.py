@@ -136,7 +136,7 @@ def loaders(num_batches: int = 1000) -> list[Row]:
         data = Numbers(num_batches * BATCH_SIZE * world_size)
         plain = DataLoader(Numbers(num_batches * BATCH_SIZE), BATCH_SIZE, shuffle=True)
         whole = DataLoader(data, BATCH_SIZE, shuffle=True)
-        place = {"num_processes": world_size, "process_index": world_size // 2}
+        place: dict[str, Any] = {"num_processes": world_size, "process_index": world_size // 2}
         keyed = DataLoader(data, BATCH_SIZE, sampler=PermutedSampler(data))
         ours = prepare_data_loader(keyed, **place)
         theirs = peer_prepare(whole, put_on_device=False, **place)

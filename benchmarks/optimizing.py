@@ -29,7 +29,7 @@ MANY: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
 class Quiet(torch.optim.SGD):
     """An optimizer whose step costs nothing, so that what is measured is not lost in it."""
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Do nothing."""
 
 

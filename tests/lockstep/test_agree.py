@@ -72,7 +72,8 @@ def test_an_epoch_holds_each_sample_once_in_order(
     num_samples: int, tail: str, world_size: int
 ) -> None:
     for data in (numbers(num_samples), Stream(num_samples)):
-        by_rank = gathered(world_size, lambda _, data=data: DataLoader(data, 3), tail=tail)
+        loader: Any = DataLoader(data, 3)
+        by_rank = gathered(world_size, lambda _, loader=loader: loader, tail=tail)  # type: ignore[misc]
         for steps in by_rank:
             assert torch.cat(steps).tolist() == list(range(num_samples))
 

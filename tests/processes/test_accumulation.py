@@ -98,7 +98,7 @@ def train_alone(num_samples: int, batch_size: int) -> list[float]:
     for epoch in range(2):
         order = torch.randperm(num_samples, generator=torch.Generator().manual_seed(4 + epoch))
         for rows in order.split(batch_size):
-            inputs, labels = data[rows]  # type: ignore[index]
+            inputs, labels = data[rows]
             optimizer.zero_grad()
             nn.functional.cross_entropy(model(inputs), labels).backward()
             optimizer.step()

@@ -24,6 +24,10 @@ def rows(num_samples: int) -> Any:
     return torch.ones(num_samples, 1)
 
 
+def numbers(num_samples: int) -> Any:
+    return torch.arange(num_samples)
+
+
 def new_parts(steps: int, data: Any, **options: Any) -> tuple[ShardEngine, Any, Any, Any]:
     """An engine, a weight that is 0, its optimizer with learning rate 1, and a loader of ones."""
     engine = ShardEngine(gradient_accumulation_steps=steps, **options)
@@ -125,7 +129,7 @@ def test_a_mean_over_real_rows_weighs_what_it_stands_for() -> None:
     engine = ShardEngine(gradient_accumulation_steps=2)
     weight = torch.nn.Parameter(torch.zeros(1))
     optimizer, loader = engine.prepare(
-        torch.optim.SGD([weight], lr=1.0), DataLoader(torch.arange(5.0), 4)
+        torch.optim.SGD([weight], lr=1.0), DataLoader(numbers(5).float(), 4)
     )
     for batch in loader:
         with engine.accumulate():
@@ -222,7 +226,7 @@ def test_what_is_prepared_twice_or_without_its_optimizer() -> None:
 
 def test_gather_for_metrics_takes_the_innermost_loader() -> None:
     engine = ShardEngine()
-    loader = engine.prepare(DataLoader(torch.arange(3), 2))
+    loader = engine.prepare(DataLoader(numbers(3), 2))
     assert [engine.gather_for_metrics(batch).tolist() for batch in loader] == [[0, 1], [2]]
     assert engine.gather({"x": torch.tensor(2)})["x"].tolist() == [2]
     with pytest.raises(PlanError, match="no pass under way"):
