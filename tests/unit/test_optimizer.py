@@ -736,6 +736,15 @@ def test_optimizers_that_are_gone_are_not_waited_for() -> None:
     assert two.scale == 2048.0
 
 
+def test_wrappers_that_come_and_go_leave_nothing_on_the_board() -> None:
+    weight, scaler = a_weight(), a_scaler()
+    wrapper = ScalerAwareOptimizer(sgd(weight), scaler=scaler)
+    for _ in range(4):
+        wrapper = ScalerAwareOptimizer(sgd(weight), scaler=scaler)
+    assert wrapper.scaler is scaler
+    assert len(_ROUNDS[scaler]._members) <= 2
+
+
 def test_the_board_of_a_scaler_ends_with_it() -> None:
     gc.collect()
     before = len(_ROUNDS)
