@@ -125,12 +125,9 @@ def main() -> None:
     seed_everything(1, verbose=False)
     model, (train, val) = Digits(), load_data()
     num_workers = 2 if suggested_max_num_workers(1) > 1 else 0
-    options: dict[str, Any] = {"batch_size": 32, "num_workers": num_workers}
-    options["persistent_workers"] = num_workers > 0
-    train_loader, val_loader = (
-        DataLoader(train, shuffle=True, **options),
-        DataLoader(val, **options),
-    )
+    workers: dict[str, Any] = {"num_workers": num_workers, "persistent_workers": num_workers > 0}
+    train_loader = DataLoader(train, batch_size=32, shuffle=True, **workers)
+    val_loader = DataLoader(val, batch_size=32, **workers)
 
     trainer = Trainer(
         strategy=ShardStrategy(), accelerator="cpu", devices=devices, max_epochs=EPOCHS, **QUIET

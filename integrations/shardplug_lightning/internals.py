@@ -9,7 +9,8 @@ out if the name has gone:
 * ``_IndexBatchSamplerWrapper`` in ``lightning.pytorch.overrides.distributed``, by which the
   prediction loop recognises a loader that tells its batch indices.
 
-(Besides, `ShardStrategy` overrides ``_configure_launcher``, as Lightning's own strategies do.)
+(Besides, `ShardStrategy` overrides ``_configure_launcher``, as Lightning's own strategies do, and
+with it touches ``_launcher`` and ``_start_method`` of the class it extends.)
 """
 
 from __future__ import annotations

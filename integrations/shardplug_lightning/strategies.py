@@ -46,7 +46,7 @@ class ShardStrategyMixin(Strategy):
         tail: "pad", "drop" or "exact" says outright what happens at the end of a training epoch,
             and wins over ``even_batches`` and the loader's ``drop_last``.
         evaluation_tail: The same for validation, test and prediction; also "uneven", which repeats
-            and drops nothing but lets ranks differ by a step.
+            and drops nothing but lets ranks differ by a step, so that no step may wait for others.
         use_seedable_sampler: Chooses the seed of the order, where the loader has no generator of
             its own. True: rank 0's ``torch.initial_seed()``, the seed of ``seed_everything``;
             False: one draw of rank 0's torch RNG. None: True if ``seed_everything`` was called.
@@ -113,9 +113,10 @@ class ShardStrategyMixin(Strategy):
                 the loop starts.
         """
         model = self.lightning_module
-        if model is None or is_sharded_by_user(model.trainer):
-            return super().process_dataloader(dataloader)
-        return super().process_dataloader(self._shard(dataloader, model.trainer))
+        assert model is not None  # loaders are made for a model
+        if not is_sharded_by_user(model.trainer):
+            dataloader = self._shard(dataloader, model.trainer)
+        return super().process_dataloader(dataloader)
 
     def _shard(self, dataloader: Any, trainer: Trainer) -> LoaderView:
         if isinstance(dataloader, LoaderView):
@@ -137,11 +138,12 @@ class ShardStrategyMixin(Strategy):
             )
             _check_lengths(_gather_lengths(loader), is_training=is_training)
         except PlanError as error:
-            stage = trainer.state.stage
+            assert trainer.state.stage is not None
+            stage = trainer.state.stage.dataloader_prefix
             chosen = "split_batches, even_batches and tail" if is_training else "evaluation_tail"
             raise PlanError(
-                f"The {'' if stage is None else stage.dataloader_prefix} loader cannot be sharded: "
-                f"{error} (In this stage {type(self).__name__} goes by {chosen}.)"
+                f"The {stage} loader cannot be sharded: {error} (In this stage "
+                f"{type(self).__name__} goes by {chosen}.)"
             ) from error
         if loader is dataloader:
             loader = copy.copy(loader)  # one that the user has prepared, and keeps as it is

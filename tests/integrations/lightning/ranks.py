@@ -29,7 +29,9 @@ FOREIGN_WARNINGS = {
     ".*does not have many workers": PossibleUserWarning,
     # Lightning says that its own sampler repeats samples, which is what some tests show.
     "Using `DistributedSampler` with the dataloaders": PossibleUserWarning,
-    # Lightning 2.6 with torch 2.13.
+    # Lightning cannot rebuild a batch sampler of another class, and says so before it fails.
+    "You are using a custom batch sampler": PossibleUserWarning,
+    # Lightning 2.6 on torch from 2.9 on.
     ".*isinstance.treespec, LeafSpec.* is deprecated": FutureWarning,
 }
 

@@ -60,6 +60,18 @@ def test_evaluation_sees_each_sample_once(stage: str) -> None:
         )
 
 
+def evaluate_in_threes(comm: Comm) -> list[list[int]]:
+    model = Witness()
+    trainer = make_trainer(ShardStrategy(split_batches=True), comm.world_size)
+    trainer.validate(model, values(7, batch_size=3), verbose=False)
+    return model.seen["validate"]
+
+
+def test_batches_are_split_in_training_only() -> None:
+    # Batches of three could not be split in two.
+    assert run_ranks(2, evaluate_in_threes) == [[[0, 1, 2], [5]], [[3, 4], [6]]]
+
+
 class Judge(Witness):
     """Counts as right what three does not divide."""
 
