@@ -26,7 +26,9 @@ from typing import Any, NamedTuple, TypeVar
 
 T = TypeVar("T")
 
+# The last two are slow to import, and DDP and the Ignite tests do; what is missing is passed over.
 PRELOAD = ["torch", "torch.utils.data", "numpy", "pytest", "hypothesis"]
+PRELOAD += ["torch._dynamo", "ignite.engine"]
 AFTER_FAILURE_S = 2.0  # how long the other ranks may go on once one has failed
 AFTER_RESULT_S = 10.0  # how long a rank may take to end its group and write coverage data
 
