@@ -257,11 +257,11 @@ def test_a_position_set_by_hand_is_respected() -> None:
 
 
 def test_a_subclass_of_torchs_own_computes_what_it_likes() -> None:
-    class Odd(schedules.StepLR):
+    class Odd(schedules.LambdaLR):
         def get_lr(self) -> list[float | torch.Tensor]:
             return [group["lr"] * 0.9 for group in self.optimizer.param_groups]
 
-    optimizer, scheduler = wrapped(lambda o: Odd(o, 1000), num_processes=3)
+    optimizer, scheduler = wrapped(lambda o: Odd(o, decay), num_processes=3)
     optimizer.step()
     scheduler.step()
     # The constructor takes one tick of its own.
