@@ -8,6 +8,7 @@ back through a pipe.
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import pickle
@@ -167,6 +168,7 @@ def _results(outcomes: list[_Outcome | None], timeout_s: float) -> list[Any]:
 
 def _live(task: _Task, pipe: Connection[Any, Any]) -> None:
     """Be one rank: the target of its process."""
+    gc.freeze()  # a collection would touch, and so copy, all that was imported for every rank
     import torch
     import torch.distributed as dist
 

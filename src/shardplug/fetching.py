@@ -65,7 +65,8 @@ class MapTasks:
         """Yield tasks; every pass begins anew."""
         run = self._progress.run
         assert run is not None  # a pass has begun
-        index_batches = iter(self._index_batches)
+        # A generator: iterating anew, as islice does, starts some wrappers of samplers over.
+        index_batches = (index for index in self._index_batches)
         for size in message_sizes(self._per_message, self._num_workers):
             chunk = list(islice(index_batches, size))
             if not chunk:
