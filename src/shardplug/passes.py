@@ -39,11 +39,12 @@ class SampledPass:
         self._order = order
         self.plan = plan
         self._on_exhausted = on_exhausted
+        self._num_steps = plan.num_steps  # asked for at each step
 
     @property
     def num_steps(self) -> int:
         """Steps of the pass."""
-        return self.plan.num_steps
+        return self._num_steps
 
     def __iter__(self) -> Iterator[list[int]]:
         """Look up the full steps in bulk and the last ones by their positions."""
