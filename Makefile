@@ -50,8 +50,8 @@ clean:
 
 $(STAMPS)/torch: pyproject.toml constraints.txt
 	@$(PYTHON) -c "import sys; sys.version_info >= (3, 10) or sys.exit('shardplug needs Python 3.10 or newer, got ' + sys.version.split()[0] + '. Name another one: make PYTHON=python3.12')"
-	@echo "Making the virtual environment $(VENV)"
-	@$(PYTHON) -m venv $(VENV)
+	@test -x $(BIN)/python || echo "Making the virtual environment $(VENV)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@mkdir -p $(STAMPS)
 	@echo "Installing torch"
 	@$(PIP) torch hatchling editables
