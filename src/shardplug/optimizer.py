@@ -323,6 +323,16 @@ class ScalerAwareOptimizer(torch.optim.Optimizer):
 
     # Everything else is the inner optimizer's.
 
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Asked by the scaler: whether the inner step unscales by itself.
+
+        Not through the wrapper if it wants the scaler as an argument, as torch had it once: then
+        the scaler unscales, as for any other.
+        """
+        supported = getattr(self.optimizer, "_step_supports_amp_scaling", False)
+        return supported and "grad_scaler" not in inspect.signature(self.optimizer.step).parameters
+
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or "optimizer" not in self.__dict__:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
@@ -489,19 +499,17 @@ class _Member:
     def end_step(self, *, counted: bool) -> None:
         """Take note of a step, and update the scale if it was the last of its training step."""
         self.is_absent, self._counted, self._consumed = False, None, _mark(self.gradient())
-        notes = _notes(self.scaler)
-        key = id(self._wrapper())
-        if counted or not notes[key]["found_inf_per_device"]:
-            # The next update is not to see this step: the last one did, or there was no gradient.
-            del notes[key]
-            return
-        self.has_stepped = True
-        self.round.end_if_complete()
+        if counted:
+            # The last update has seen what there was to see.
+            del _notes(self.scaler)[id(self._wrapper())]
+        elif self.keep_checks():
+            self.has_stepped = True
+            self.round.end_if_complete()
 
     def unscale(self) -> None:
         """Unscale the gradients, unless that has been done for this step."""
         counted = self.begin_step()
-        if self.is_unscaled():
+        if self.is_unscaled() or self.gradient() is None:
             return
         if counted:
             # What follows writes to the gradients, so no mark can tell that they are the same.
@@ -513,8 +521,16 @@ class _Member:
         self._counted = None
         if self.is_unscaled():
             # They are not stepped with, but what the scaler found in them counts.
-            self.has_stepped = True
+            self.has_stepped = self.keep_checks()
         self.round.settle()
+
+    def keep_checks(self) -> bool:
+        """Whether there are inf checks for the next update; without gradients, there are none."""
+        notes = _notes(self.scaler)
+        key = id(self._wrapper())
+        if not notes[key]["found_inf_per_device"]:
+            del notes[key]
+        return key in notes
 
     def is_unscaled(self) -> bool:
         """Whether the gradients have been unscaled since the last update, also by hand."""

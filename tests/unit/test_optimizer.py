@@ -813,6 +813,37 @@ def test_a_fused_step_without_gradients_is_torchs_and_leaves_no_trace(others_ste
     assert two.scale == (4096.0 if others_step else 2048.0)
 
 
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_there_is_nothing_to_unscale_without_gradients(by_hand: bool) -> None:
+    two = Two(growth_interval=1)
+    two.scaler.scale((two.weights[1] * 0.25).sum()).backward()
+    if by_hand:
+        two.scaler.unscale_(two.first)
+    two.first.unscale_gradients()
+    two.first.zero_grad()
+    two.second.unscale_gradients()
+    two.second.step()
+    assert two.values == [1.0, 0.75]
+    assert two.scale == 2048.0
+
+
+def test_an_optimizer_that_wants_the_scaler_for_an_argument_is_unscaled_for() -> None:
+    class Old(torch.optim.SGD):
+        _step_supports_amp_scaling = True
+
+        def step(self, closure: Any = None, *, grad_scaler: Any = None) -> Any:
+            assert grad_scaler is None
+            return super().step(closure)
+
+    weight, scaler = a_weight(1.0), a_scaler()
+    wrapper = ScalerAwareOptimizer(Old([weight], lr=1.0), scaler=scaler)
+    for factor, expected in ((0.25, 0.75), (math.inf, 0.75), (0.25, 0.5)):
+        wrapper.zero_grad()
+        scaler.scale((weight * factor).sum()).backward()
+        wrapper.step()
+        assert weight.item() == expected
+
+
 def test_a_plain_step_without_gradients_is_torchs_error() -> None:
     two = Two()
     two.scaler.scale(two.weights[1].sum()).backward()
