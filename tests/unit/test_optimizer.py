@@ -552,6 +552,7 @@ def test_a_step_after_a_step_settles_the_first_though_nobody_said_so(slope: floa
 
 def test_gradients_kept_over_several_updates_stay_in_step_with_the_scale() -> None:
     two = Two(growth_interval=1)
+    two.second.add_param_group({"params": [a_weight()]})  # never used
     for slopes in ((0.25, 0.125), (math.inf, 0.125), (0.25, 0.125), (0.25, 0.125)):
         two.first.zero_grad()
         two.backward(*slopes)
@@ -1052,7 +1053,7 @@ class Careless(torch.optim.SGD):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         parameters = [p for group in self.param_groups for p in group["params"]]
         for key, entries in state_dict["state"].items():
-            self.state[parameters[key]] = dict(entries)
+            self.state[parameters[key] if isinstance(key, int) else key] = entries
 
 
 @pytest.mark.parametrize(("device_placement", "device"), [(True, "meta"), (False, "cpu")])
@@ -1063,14 +1064,15 @@ def test_a_state_is_loaded_to_the_device_of_its_parameter(
     wrapper = ScalerAwareOptimizer(Careless([parameter]), device_placement)
     tensor = torch.ones(2)
     state = {"m": tensor, "history": [tensor, (tensor, {"v": tensor})], "step": tensor, "n": 3}
-    wrapper.load_state_dict({"state": {0: state}, "param_groups": []})
+    of_all = {"m": tensor}
+    wrapper.load_state_dict({"state": {0: dict(state), "all": of_all}, "param_groups": []})
+    assert of_all["m"] is tensor
     loaded = wrapper.state[parameter]
     history = loaded["history"]
     tensors = [loaded["m"], history[0], history[1][0], history[1][1]["v"]]
     assert {one.device.type for one in tensors} == {device}
     assert loaded["step"].device.type == "cpu"
     assert loaded["n"] == 3
-    assert state["m"] is tensor
 
 
 # Torch's schedules on a wrapper.
@@ -1089,6 +1091,10 @@ def test_a_schedule_of_torchs_own_may_be_built_on_a_wrapper(scaled: bool) -> Non
     assert weight.item() == 1.0 - 1.0 - 0.5
     assert wrapper.optimizer.param_groups[0]["lr"] == 0.25
     assert wrapper.outcome.num_steps == 2
+    del wrapper.step  # the counter that the schedule put there
+    scaler.scale(weight.sum()).backward()
+    wrapper.step()
+    assert wrapper.outcome.num_steps == 3
 
 
 # Bad input.

@@ -244,6 +244,18 @@ def test_a_learning_rate_set_by_hand_is_respected() -> None:
         assert_same(optimizer, theirs)
 
 
+def test_without_torchs_formula_it_is_ticked_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(schedules.StepLR, "_get_closed_form_lr")
+    optimizer, scheduler = wrapped(SCHEDULES["step"], num_processes=64)
+    theirs, expected = ticked(SCHEDULES["step"])
+    for _ in range(2):
+        optimizer.step()
+        scheduler.step()
+        for _ in range(64):
+            expected.step()
+        assert_same(optimizer, theirs)
+
+
 def test_a_position_set_by_hand_is_respected() -> None:
     optimizer, scheduler = wrapped(SCHEDULES["exponential"], num_processes=5)
     theirs, expected = ticked(SCHEDULES["exponential"])
