@@ -16,7 +16,6 @@ from torch.optim import lr_scheduler as schedules
 
 from shardplug.errors import PlanError
 from shardplug.optimizer import ScalerAwareOptimizer
-from shardplug.plan.window import StepOutcome
 
 Unit = Literal["batches", "updates"]
 
@@ -67,10 +66,7 @@ class StepSyncedScheduler(schedules.LRScheduler):
     split_batches: bool
     num_processes: int | None
     unit: Unit
-    _seen: list[StepOutcome]
-    _clock: _Clock
-    _is_driven: bool
-    _ticks_per_batch: int
+    _follower: _Follower
 
     def __init__(
         self,
@@ -115,10 +111,12 @@ class StepSyncedScheduler(schedules.LRScheduler):
         self.split_batches = split_batches
         self.num_processes = num_processes
         self.unit = unit
-        self._seen = [optimizer.outcome for optimizer in self.optimizers]
-        self._is_driven = _needs_argument(scheduler)
-        self._clock = _clock_of(scheduler)
-        self._ticks_per_batch = 1 if split_batches else num_processes or 1
+        self._follower = _Follower(
+            scheduler,
+            self.optimizers if step_with_optimizer else (),
+            ticks_per_batch=1 if split_batches else num_processes or 1,
+            in_batches=unit == "batches",
+        )
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Tick, if an optimizer really stepped since the last call and none was skipped.
@@ -128,32 +126,7 @@ class StepSyncedScheduler(schedules.LRScheduler):
                 is given a position goes there, so it is not ticked more than once.
             **kwargs: For the schedule.
         """
-        if self._is_driven:
-            self.scheduler.step(*args, **kwargs)
-            return
-        ticks = self._due_ticks() if self.step_with_optimizer else 1
-        if not ticks:
-            return
-        if args or kwargs:
-            self.scheduler.step(*args, **kwargs)
-        else:
-            self._clock.advance(ticks)
-
-    def _due_ticks(self) -> int:
-        micro_batches, was_skipped, seen = 0, False, self._seen
-        for place, optimizer in enumerate(self.optimizers):
-            _, size, num_windows, num_steps = outcome = optimizer.outcome
-            before = seen[place]
-            if num_windows == before.num_windows:
-                continue
-            seen[place] = outcome
-            if num_steps == before.num_steps:
-                was_skipped = True
-            elif size > micro_batches:
-                micro_batches = size
-        if was_skipped or not micro_batches:
-            return 0
-        return micro_batches * self._ticks_per_batch if self.unit == "batches" else 1
+        self._follower.step(args, kwargs)
 
     def get_last_lr(self) -> list[Any]:
         """Return the learning rates that the schedule has set last, one for each group."""
@@ -191,6 +164,70 @@ class StepSyncedScheduler(schedules.LRScheduler):
 
 
 _OWN = frozenset(StepSyncedScheduler.__annotations__)
+
+
+@final
+class _Followed:
+    """An optimizer, and how far its steps have been followed."""
+
+    __slots__ = ("num_steps", "num_windows", "optimizer")
+
+    def __init__(self, optimizer: ScalerAwareOptimizer) -> None:
+        self.optimizer = optimizer
+        _, _, self.num_windows, self.num_steps = optimizer.outcome
+
+
+@final
+class _Follower:
+    """Ticks a schedule as its optimizers' outcomes say.
+
+    Apart from the wrapper, because this is done on each batch, and attributes of a class that
+    passes what it does not know on to another are slow to read.
+    """
+
+    __slots__ = ("clock", "followed", "in_batches", "is_driven", "scheduler", "ticks_per_batch")
+
+    def __init__(
+        self,
+        scheduler: Any,
+        optimizers: Sequence[ScalerAwareOptimizer],
+        *,
+        ticks_per_batch: int,
+        in_batches: bool,
+    ) -> None:
+        self.scheduler = scheduler
+        self.followed = [_Followed(optimizer) for optimizer in optimizers]  # none: each call ticks
+        self.ticks_per_batch = ticks_per_batch
+        self.in_batches = in_batches
+        self.is_driven = _needs_argument(scheduler)
+        self.clock = _clock_of(scheduler)
+
+    def step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self.is_driven:
+            self.scheduler.step(*args, **kwargs)
+            return
+        ticks = self.due_ticks() if self.followed else 1
+        if not ticks:
+            return
+        if args or kwargs:
+            self.scheduler.step(*args, **kwargs)
+        else:
+            self.clock.advance(ticks)
+
+    def due_ticks(self) -> int:
+        micro_batches, was_skipped = 0, False
+        for followed in self.followed:
+            _, size, num_windows, num_steps = followed.optimizer.outcome
+            if num_windows == followed.num_windows:
+                continue
+            if num_steps == followed.num_steps:
+                was_skipped = True
+            elif size > micro_batches:
+                micro_batches = size
+            followed.num_windows, followed.num_steps = num_windows, num_steps
+        if was_skipped or not micro_batches:
+            return 0
+        return micro_batches * self.ticks_per_batch if self.in_batches else 1
 
 
 def _check_schedule(scheduler: Any) -> None:
