@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import chain, product, zip_longest
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from shardplug import IterableDatasetShard, PlanError, prepare_data_loader
+from shardplug.fetching import Messages, Records
 from shardplug.plan.order import worker_seed
 from tests.laws import ids_of
 from tests.streams import (
@@ -135,13 +136,15 @@ def test_workers_that_are_kept_change_nothing_either(kind: Any, per_message: int
 @pytest.mark.parametrize("is_kept", [False, True])
 def test_a_pass_may_be_left_early(kind: Any, is_kept: bool) -> None:
     loader = prepared(
-        kind(40), 2, world_size=1, loader={"persistent_workers": is_kept}, batches_per_message=3
+        kind(39), 2, world_size=1, loader={"persistent_workers": is_kept}, batches_per_message=3
     )
     for number in range(3):
-        for batch in loader:
-            assert ids_of(batch) == (100 * number, 100 * number + 1)
-            break
-    assert ids_by_pass(loader, 1) == [list(range(300, 340))]
+        batches = iter(loader)
+        for start in (0, 2):  # the next one is fetched too, the first of two in its message
+            assert ids_of(next(batches)) == (100 * number + start, 100 * number + start + 1)
+        del batches
+    full = [((number, number + 1), 2, False) for number in range(300, 338, 2)]
+    assert rows_of(loader) == [*full, ((338,), 1, True)]
 
 
 @pytest.mark.parametrize("kind", [Table, Ids])
@@ -169,6 +172,22 @@ def test_data_of_every_kind_comes_through_a_message_of_several() -> None:
         assert batch["ids"].tolist() == ids
         assert (batch["names"], batch["none"], batch["n"]) == (list(map(str, ids)), None, 2)
         batch["ids"].zero_()  # a neighbour in the same message is not touched
+
+
+def test_a_data_set_that_fetches_many_at_once_is_asked_to() -> None:
+    class Many(Table):
+        def __getitems__(self, indices: list[int]) -> list[int]:
+            return [1000 + index for index in indices]
+
+    assert ids_by_pass(prepared(Many(4), 1, world_size=1), 1) == [[1000, 1001, 1002, 1003]]
+
+
+def test_the_iterator_that_is_kept_is_torchs() -> None:
+    loader = prepared(Table(4), 1, world_size=1, loader={"persistent_workers": True})
+    assert loader._iterator is None
+    list(loader)
+    assert type(loader._iterator).__name__ == "_MultiProcessingDataLoaderIter"
+    assert len(loader._iterator._workers) == 1
 
 
 @pytest.mark.parametrize("num_ids", [0, 1, 3])
@@ -261,6 +280,30 @@ def test_stop_iteration_from_collate_is_an_error(kind: Any, num_workers: int) ->
     raised = error_of(lambda: list(loader))
     assert isinstance(raised, RuntimeError | PlanError)
     assert "StopIteration" in str(raised) or "must yield one batch per batch" in str(raised)
+
+
+class Broken:
+    """A loader of readers whose way to its workers breaks."""
+
+    def __init__(self, num_workers: int) -> None:
+        self.num_workers = num_workers
+
+    def __iter__(self) -> Iterator[Any]:
+        raise ConnectionResetError("reset by peer")
+        yield
+
+
+def test_a_way_to_a_worker_that_breaks_is_the_end_of_the_worker() -> None:
+    broken: Any = Broken(2)
+    messages = Messages(broken, num_readers=2, records=Records())
+    with pytest.raises(RuntimeError, match=r"^A worker of the loader ended with its batches"):
+        next(messages)
+
+
+def test_without_workers_it_is_the_users_own_error() -> None:
+    broken: Any = Broken(0)
+    with pytest.raises(ConnectionResetError, match="reset by peer"):
+        next(Messages(broken, num_readers=1, records=Records()))
 
 
 # Random numbers.
@@ -415,6 +458,25 @@ def test_workers_that_split_a_stream_take_turns(num_ids: int, per_message: int) 
     assert [ids_of(batch) for batch in loader] == [batch for batch in turns if batch]
 
 
+@pytest.mark.parametrize("first", [0, 7, 20])
+@pytest.mark.parametrize("per_message", [1, 3])
+def test_workers_whose_parts_end_far_apart_lose_nothing(per_message: int, first: int) -> None:
+    def cut(worker: int) -> None:
+        info: Any = get_worker_info()
+        info.dataset.ids = info.dataset.ids[:first] if worker == 0 else info.dataset.ids[first:]
+
+    loader = prepared(
+        Ids(first + 4),
+        2,
+        batch_size=1,
+        world_size=1,
+        loader={"worker_init_fn": cut},
+        batches_per_message=per_message,
+    )
+    turns = chain.from_iterable(zip_longest(range(first), range(first, first + 4)))
+    assert ids_by_pass(loader, 1) == [[number for number in turns if number is not None]]
+
+
 @pytest.mark.parametrize("per_message", [1, 3])
 def test_what_one_of_them_raises_comes_in_its_turn(per_message: int) -> None:
     # Worker 0 makes 0 2 4 6 8 ..., worker 1 makes 1 3 5 7 and fails.
@@ -431,13 +493,14 @@ def test_what_one_of_them_raises_comes_in_its_turn(per_message: int) -> None:
 
 
 def test_a_sized_stream_that_splits_itself_ends_when_it_ends() -> None:
-    # Worker 0 reads 0 2 4, worker 1 reads 1 3 5; this rank has the second batch of each.
-    due = [((4, 0), 1, False), ((5, 1), 1, True)]
-    loader = prepared(SizedSplitIds(6), 2, rank=1, worker_split="dataset")
+    # Worker 0 reads 0 2 4 6 8 10, worker 1 the others; this rank has the second batches of each.
+    # Read as a whole, twelve ids would make three steps.
+    due = [((4, 6), 2, False), ((5, 7), 2, False), ((0, 2), 0, False), ((1, 3), 0, True)]
+    loader = prepared(SizedSplitIds(12), 2, rank=1, worker_split="dataset")
     with pytest.raises(TypeError, match="SizedSplitIds has no known length"):
         len(loader)
     assert rows_of(loader) == due
-    assert rows_of(prepared(SizedSplitIds(6), 2, rank=1)) == due
+    assert rows_of(prepared(SizedSplitIds(12), 2, rank=1)) == due
 
 
 def test_our_split_over_a_worker_init_that_cuts_the_data_set_is_an_error() -> None:
