@@ -509,6 +509,7 @@ class _Member:
     def unscale(self) -> None:
         """Unscale the gradients, unless that has been done for this step."""
         counted = self.begin_step()
+        self.is_absent = False
         if self.is_unscaled() or self.gradient() is None:
             return
         if counted:
@@ -604,21 +605,22 @@ class _Round:
         members = self._alive()
         if not any(member.has_stepped for member in members):
             return
-        awaited = [member for member in members if member.is_awaited()]
-        for member in awaited:
-            member.unscale()
+        for member in members:
+            if member.is_awaited():
+                member.unscale()
         holding = [member for member in members if member.holds_new_gradients()]
         if not holding:
             _update(members)
             return
+        checked = [member for member in holding if member.is_unscaled()]
         one = torch.ones((), device=holding[0].optimizer.param_groups[0]["params"][0].device)
         # The scale as a tensor: nothing waits for the device.
         before = members[0].scaler.scale(one)
         _update(members)
         after = members[0].scaler.scale(one)
         for member in holding:
-            is_awaited = member in awaited
-            member.rescale(after if is_awaited else after / before, counted=is_awaited)
+            is_checked = member in checked
+            member.rescale(after if is_checked else after / before, counted=is_checked)
 
     def _alive(self) -> list[_Member]:
         references = (reference() for reference in self._members)

@@ -584,6 +584,29 @@ def test_an_optimizer_that_is_left_aside_does_not_wear_the_scale_down() -> None:
     assert two.values == [0.25, 0.5]
 
 
+@pytest.mark.parametrize("by_hand", [False, True])
+@pytest.mark.parametrize("slope", [0.25, math.inf])
+def test_one_that_comes_back_may_be_clipped_first(slope: float, by_hand: bool) -> None:
+    two = Two(growth_interval=1)
+    for _ in range(2):
+        two.first.zero_grad()
+        two.backward(0.125, 7.0)
+        two.first.step()
+    two.first.zero_grad()
+    two.second.zero_grad()
+    scale = two.scale
+    two.backward(slope, 0.25)
+    if by_hand:
+        two.scaler.unscale_(two.second)
+    else:
+        two.second.unscale_gradients()
+    torch.nn.utils.clip_grad_norm_(two.weights[1:], 0.125)
+    step_both(two)
+    assert two.values == pytest.approx([0.75 if math.isinf(slope) else 0.5, 0.875])
+    if not by_hand:
+        assert two.scale == (scale / 2 if math.isinf(slope) else scale * 2)
+
+
 @pytest.mark.parametrize("poison", [1.0, math.inf])
 def test_gradients_dropped_after_they_were_unscaled_leave_nothing_behind(poison: float) -> None:
     two = Two(growth_interval=1)
