@@ -527,8 +527,19 @@ class DataLoaderShard(DataLoader[Any]):
         batches, records = self._start(pass_, run)
         if records.splits_itself:
             pass_.forget_length()
+        made = records.batches
         for batch in batches:
-            yield Arrival(batch, *records.batches.popleft())
+            if len(made) == 0:
+                raise self._not_one_by_one("more")
+            yield Arrival(batch, *made.popleft())
+        if made:
+            raise self._not_one_by_one("fewer")
+
+    def _not_one_by_one(self, got: str) -> PlanError:
+        return PlanError(
+            "`dataloader` must yield one batch per batch that is made of its stream, got "
+            f"{got} from {type(self._inner).__name__}.__iter__."
+        )
 
     def _moved(self, batches: Iterator[Any]) -> Iterator[Any]:
         device = self._settings.device

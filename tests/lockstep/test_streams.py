@@ -198,6 +198,29 @@ def test_a_stream_that_ends_on_some_ranks_only_is_an_error_on_all(lengths: tuple
     )
 
 
+class Dropping(DataLoader[Any]):
+    """Leaves a batch out, which takes the place of another in the record of real rows."""
+
+    def __iter__(self) -> Any:
+        return (batch for place, batch in enumerate(super().__iter__()) if place != 1)
+
+
+class Doubling(DataLoader[Any]):
+    def __iter__(self) -> Any:
+        return chain.from_iterable((batch, batch) for batch in super().__iter__())
+
+
+@pytest.mark.parametrize(("kind", "got"), [(Dropping, "fewer"), (Doubling, "more")])
+def test_a_loader_that_yields_other_batches_than_are_made_is_an_error(kind: Any, got: str) -> None:
+    loader = prepare_data_loader(kind(Ids(7), 2), num_processes=2, process_index=0)
+    with pytest.raises(
+        PlanError,
+        match=r"^`dataloader` must yield one batch per batch that is made of its stream, got "
+        rf"{got} from {kind.__name__}\.__iter__\.$",
+    ):
+        list(loader)
+
+
 def test_a_collate_function_that_raises_stop_iteration_does_not_end_the_pass() -> None:
     def collate(samples: list[int]) -> Any:
         if 4 in samples:

@@ -184,8 +184,9 @@ def test_a_data_set_that_fetches_many_at_once_is_asked_to() -> None:
 
 def test_the_iterator_that_is_kept_is_torchs() -> None:
     loader = prepared(Table(4), 1, world_size=1, loader={"persistent_workers": True})
-    assert loader._iterator is None
+    before = loader._iterator
     list(loader)
+    assert before is None
     assert type(loader._iterator).__name__ == "_MultiProcessingDataLoaderIter"
     assert len(loader._iterator._workers) == 1
 
