@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -72,6 +73,8 @@ def test_ranks_that_are_seeded_differently_shuffle_alike(
 
 def shuffle_with_workers(comm: Comm) -> list[list[list[int]]]:
     seeded_apart(comm)
+    # A worker whose coverage data comes with a warning must not end with an error for that.
+    warnings.simplefilter("default")
     # A child of the forkserver would start its workers through one more, which imports anew.
     workers: dict[str, Any] = {"num_workers": 1, "multiprocessing_context": "fork"}
     loader = ShardEngine().prepare_loader(
