@@ -168,6 +168,8 @@ def _results(outcomes: list[_Outcome | None], timeout_s: float) -> list[Any]:
 
 def _live(task: _Task, pipe: Connection[Any, Any]) -> None:
     """Be one rank: the target of its process."""
+    # Workers of loaders in a rank start as they do in a user's process, not from a server anew.
+    multiprocessing.set_start_method("fork", force=True)
     gc.freeze()  # a collection would touch, and so copy, all that was imported for every rank
     import torch
     import torch.distributed as dist

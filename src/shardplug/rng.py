@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from shardplug.comm import Comm
-from shardplug.errors import PlanError
+from shardplug.errors import PlanError, StateError
 
 try:
     import numpy as np
@@ -94,7 +94,8 @@ def capture(rng_types: Sequence[str], generator: torch.Generator | None = None) 
         if name == "torch":
             states[name] = torch.get_rng_state()
         elif name == "cuda":
-            states[name] = torch.cuda.get_rng_state_all()
+            # Of the current device: each rank has one of its own.
+            states[name] = torch.cuda.get_rng_state()
         elif name == "xla":
             states[name] = _xla().get_rng_state()
         elif name == "numpy":
@@ -112,7 +113,7 @@ def restore(states: dict[str, Any], generator: torch.Generator | None = None) ->
         if name == "torch":
             torch.set_rng_state(state)
         elif name == "cuda":
-            torch.cuda.set_rng_state_all(state)
+            torch.cuda.set_rng_state(state)
         elif name == "xla":
             _xla().set_rng_state(state)
         elif name == "numpy":
@@ -121,6 +122,57 @@ def restore(states: dict[str, Any], generator: torch.Generator | None = None) ->
             random.setstate(state)
         elif generator is not None:
             generator.set_state(state)
+
+
+def capture_process() -> dict[str, Any]:
+    """Read the states of all global generators of this process.
+
+    Those of python, numpy (if installed), torch's CPU, and every device of the accelerator that
+    torch finds (CUDA, XPU, MPS, ...).
+
+    Returns:
+        What `restore_process` puts back.
+    """
+    kinds = ["python", "torch"]
+    if np is not None:
+        kinds.append("numpy")
+    states = capture(kinds)
+    module = _accelerator_module()
+    if module is not None:
+        read_all = getattr(module, "get_rng_state_all", None)
+        states["accelerator"] = read_all() if read_all else [module.get_rng_state()]
+    return states
+
+
+def restore_process(states: dict[str, Any]) -> None:
+    """Put the states from `capture_process` back in place.
+
+    Raises:
+        StateError: If this process has another number of accelerator devices.
+    """
+    kept = dict(states)
+    devices = kept.pop("accelerator", [])
+    module = _accelerator_module()
+    present = 0 if module is None else torch.accelerator.device_count()
+    if len(devices) != present:
+        raise StateError(
+            f"`states` must be of a process with the {present} accelerator devices that are here, "
+            f"got {len(devices)}. Restore the others without 'accelerator'."
+        )
+    restore(kept)
+    if module is not None:
+        write_all = getattr(module, "set_rng_state_all", None)
+        if write_all:
+            write_all(devices)
+        else:
+            module.set_rng_state(devices[0])
+
+
+def _accelerator_module() -> Any:
+    """Return torch's module for the accelerator of this machine, None if there is none."""
+    if not torch.accelerator.is_available():
+        return None
+    return torch.get_device_module(torch.accelerator.current_accelerator())
 
 
 def synchronize(

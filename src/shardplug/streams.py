@@ -245,8 +245,15 @@ class IterableDatasetShard(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         """Yield this shard's samples; in a worker, those of the windows that are its to make."""
         feed = self._feed
-        parts, splits_itself = open_stream(feed.dataset, feed.dealt, feed.worker_split)
-        worker, num_workers = worker_place()
+        info: Any = get_worker_info()
+        if isinstance(info, WatchedInfo) and info.is_of_another(self):
+            # Read by a user's stream: the split among workers is shown to whoever watches that.
+            parts: Iterator[Part[Any]] = deal(feed.dataset, feed.dealt)
+            splits_itself = False
+            worker, num_workers = info.id, info.num_workers
+        else:
+            parts, splits_itself = open_stream(feed.dataset, feed.dealt, feed.worker_split)
+            worker, num_workers = worker_place()
         own = parts if splits_itself else islice(parts, worker, None, num_workers)
         for part in own:
             yield from part.rows

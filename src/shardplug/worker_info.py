@@ -95,6 +95,10 @@ class WatchedInfo:
         self._read.add("dataset")
         return self._info.dataset
 
+    def is_of_another(self, dataset: Any) -> bool:
+        """Tell, without noting a read, whether the loader reads another data set than this one."""
+        return self._info.dataset is not dataset
+
     def __getattr__(self, name: str) -> Any:
         """Look anything else up in the info that torch made."""
         return getattr(self._info, name)

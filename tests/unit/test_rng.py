@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from shardplug import rng
 from shardplug.comm import SoloComm
-from shardplug.errors import PlanError
+from shardplug.errors import PlanError, StateError
 from shardplug.testing import LockstepComm, run_ranks
 
 CPU_TYPES = ("torch", "numpy", "python")
@@ -151,10 +151,10 @@ def test_the_generators_of_devices_are_read_and_written_through_their_libraries(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     xla = types.ModuleType("torch_xla.core.xla_model")
-    kept: dict[str, Any] = {"cuda": [1], "xla": 2}
+    kept: dict[str, Any] = {"cuda": 1, "xla": 2}
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_rng_state_all", lambda: kept["cuda"])
-    monkeypatch.setattr(torch.cuda, "set_rng_state_all", lambda state: kept.update(cuda=state))
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda: kept["cuda"])
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state: kept.update(cuda=state))
     xla.get_rng_state = lambda: kept["xla"]  # type: ignore[attr-defined]
     xla.set_rng_state = lambda state: kept.update(xla=state)  # type: ignore[attr-defined]
     core = types.ModuleType("torch_xla.core")
@@ -166,9 +166,9 @@ def test_the_generators_of_devices_are_read_and_written_through_their_libraries(
     ):
         monkeypatch.setitem(sys.modules, name, module)
     names = rng.check_rng_types(["cuda", "xla"])
-    assert rng.capture(names) == {"cuda": [1], "xla": 2}
-    rng.restore({"cuda": [7], "xla": 8})
-    assert kept == {"cuda": [7], "xla": 8}
+    assert rng.capture(names) == {"cuda": 1, "xla": 2}
+    rng.restore({"cuda": 7, "xla": 8})
+    assert kept == {"cuda": 7, "xla": 8}
 
 
 def test_a_generator_is_made_equal_to_rank_0s_in_one_message() -> None:
@@ -190,3 +190,48 @@ def test_nothing_named_or_nobody_else_is_no_message() -> None:
     before = torch.get_rng_state()
     rng.synchronize(["torch"], SoloComm())
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_all_generators_of_a_process_can_be_put_back() -> None:
+    def draw() -> Any:
+        return random.random(), np.random.rand(), torch.rand(()).item()
+
+    states = rng.capture_process()
+    first = draw()
+    assert draw() != first
+    rng.restore_process(states)
+    assert draw() == first
+
+
+def test_every_device_of_the_accelerator_is_read_and_written(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kept: list[Any] = [[1, 2]]
+    module = types.SimpleNamespace(
+        get_rng_state_all=lambda: kept[0], set_rng_state_all=lambda states: kept.insert(0, states)
+    )
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    monkeypatch.setattr(torch, "get_device_module", lambda _: module)
+    states = rng.capture_process()
+    assert states["accelerator"] == [1, 2]
+    rng.restore_process({**states, "accelerator": [3, 4]})
+    assert kept[0] == [3, 4]
+    with pytest.raises(StateError, match="`states` must be of a process with the 2 accelerator"):
+        rng.restore_process({**states, "accelerator": [3]})
+
+
+def test_an_accelerator_with_one_generator(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: list[Any] = [5]
+    module = types.SimpleNamespace(
+        get_rng_state=lambda: kept[0], set_rng_state=lambda state: kept.insert(0, state)
+    )
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("mps"))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
+    monkeypatch.setattr(torch, "get_device_module", lambda _: module)
+    states = rng.capture_process()
+    assert states["accelerator"] == [5]
+    rng.restore_process({**states, "accelerator": [6]})
+    assert kept[0] == 6

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import chain, product
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from shardplug import IterableDatasetShard, PlanError
+from shardplug import IterableDatasetShard, PlanError, prepare_data_loader
 from shardplug.plan.shard import Shard
 from shardplug.plan.split import ShardPlan, Split, Tail
 from shardplug.streams import StreamFeed, own_part
@@ -290,3 +291,21 @@ def test_a_feed_knows_its_plan() -> None:
 
 def test_it_is_an_iterable_data_set() -> None:
     assert isinstance(IterableDatasetShard(range(8)), IterableDataset)
+
+
+class Wrapped(IterableDataset[int]):
+    """A user's stream around a shard of ours."""
+
+    def __init__(self, inner: IterableDatasetShard) -> None:
+        self.inner = inner
+
+    def __iter__(self) -> Iterator[int]:
+        yield from self.inner
+
+
+@pytest.mark.parametrize("worker_split", ["auto", "dataset", "shardplug"])
+def test_a_shard_inside_a_users_stream_loses_nothing_to_workers(worker_split: str) -> None:
+    stream = Wrapped(IterableDatasetShard(range(16), 2))
+    loader = prepare_data_loader(DataLoader(stream, 2, num_workers=2), worker_split=worker_split)
+    for _ in range(2):
+        assert sorted(torch.cat(list(loader)).tolist()) == list(range(16))
