@@ -22,6 +22,7 @@ from torch.utils.data import (
     Dataset,
     RandomSampler,
     Sampler,
+    SequentialSampler,
     SubsetRandomSampler,
     default_collate,
 )
@@ -623,6 +624,16 @@ class Listed:
         return len(self.batches)
 
 
+class Reversed(Listed):
+    """Looks like a batch sampler in order, and may be in any."""
+
+    batch_size = 2
+
+    def __init__(self, batches: Batches) -> None:
+        super().__init__(batches)
+        self.sampler = SequentialSampler(range(8))
+
+
 class Untold(Listed):
     __len__ = None  # type: ignore[assignment]
 
@@ -1091,6 +1102,8 @@ def test_an_order_that_differs_between_ranks_is_an_error_that_names_the_sampler(
         "list": lambda rank: loader_over(9, sampler=[rank, 2, 3]),
         "Endless": lambda rank: loader_over(9, sampler=Endless([rank, 2, 3])),
         "Listed": lambda rank: loader_over(9, batch_sampler=Listed([[rank, 2], [3]])),
+        # Not that of the sampler inside, which is in order.
+        "Reversed": lambda rank: loader_over(8, batch_sampler=Reversed([[rank, 2], [3]])),
     }
     for name, loader_of in cases.items():
         messages = errors_on(2, loader_of)
@@ -1136,15 +1149,6 @@ def test_orders_of_rank_0_can_be_sent() -> None:
 
 
 def test_an_order_by_value_is_not_sent() -> None:
-    class Reversed(Listed):
-        """Looks like a batch sampler in order, and is not."""
-
-        batch_size = 2
-
-        def __init__(self, batches: Batches) -> None:
-            super().__init__(batches)
-            self.sampler = torch.utils.data.SequentialSampler(range(8))
-
     def body(comm: LockstepComm) -> Any:
         shuffled = prepare_data_loader(shuffling(9, comm.rank), sync_order="broadcast", comm=comm)
         epochs = [batches_of(shuffled) for _ in range(2)]
