@@ -42,6 +42,7 @@ from shardplug import (
     prepare_data_loader,
     skip_first_batches,
 )
+from shardplug.plan.cursor import Cursor
 from shardplug.testing import LockstepComm, run_ranks
 from tests import laws, reference, strategies
 from tests.laws import Case, RankRun, Run
@@ -234,6 +235,32 @@ def test_the_plan_is_that_of_the_epoch() -> None:
     assert on_ranks(2, same(loader_over(9, 4)), look) == [
         (ShardPlan(9, 4, Shard(rank, 2)), Shard(rank, 2), 4, False) for rank in range(2)
     ]
+
+
+def test_a_pass_can_start_inside_its_epoch() -> None:
+    order = order_of(50, 24)
+
+    def look(loader: DataLoaderShard) -> Any:
+        def start_inside(loader: Any) -> Any:
+            loader._epochs.progress.jump(Cursor(0, 8))
+            return loader
+
+        rest = start_inside(loader)
+        left = [rest.remaining_steps, start_inside(skip_first_batches(rest, 1)).remaining_steps]
+        assert left == [3, 2]
+        rest.set_epoch(0)
+        epochs = [batches_of(rest), batches_of(rest)]
+        skipped = batches_of(start_inside(skip_first_batches(rest, 1)))
+        rest.set_epoch(0)
+        assert rest.remaining_steps == 4
+        return epochs, skipped
+
+    # Eight were consumed by two ranks; three go on.
+    by_rank = on_ranks(3, lambda rank: shuffling(24, rank, 2), look)
+    expected = order[8:] + order[:2]
+    assert all_rows([epochs[0] for epochs, _ in by_rank]) == expected
+    assert all_rows([epochs[1] for epochs, _ in by_rank]) == order_of(51, 24)
+    assert all_rows([skipped for _, skipped in by_rank]) == expected[6:]
 
 
 # The cases that users report.

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from shardplug import devices
 from shardplug.devices import move_batches
 
 META = torch.device("meta")
@@ -53,6 +54,53 @@ def test_on_the_cpu_no_batch_is_asked_for_before_its_turn(non_blocking: bool) ->
     assert asked == []
     assert next(moved).item() == 0
     assert asked == [0]
+
+
+class FakeStream:
+    """Notes who waits for whom."""
+
+    def __init__(self, name: str, log: list[str]) -> None:
+        self.name = name
+        self.log = log
+
+    def wait_stream(self, other: FakeStream) -> None:
+        self.log.append(f"{self.name} waits for {other.name}")
+
+    def __enter__(self) -> None:
+        self.log.append(f"on {self.name}")
+
+    def __exit__(self, *_: object) -> None:
+        self.log.append(f"off {self.name}")
+
+
+def test_copies_run_one_ahead_on_a_stream_that_work_waits_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    log: list[str] = []
+    copying, working = FakeStream("copying", log), FakeStream("working", log)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda _device: copying)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _device: working)
+
+    def move(batch: int, device: torch.device, *, non_blocking: bool) -> int:
+        assert (device.type, non_blocking) == ("cuda", True)
+        log.append(f"copy {batch}")
+        return 10 * batch
+
+    monkeypatch.setattr(devices, "move_to_device", move)
+    cuda = torch.device("cuda", 0)
+    for moved in devices.move_batches(iter([1, 2]), cuda, non_blocking=True):
+        log.append(f"use {moved}")
+    copies = [["on copying", f"copy {number}", "off copying"] for number in (1, 2)]
+    assert log == [
+        *copies[0],
+        "working waits for copying",
+        *copies[1],
+        "use 10",
+        "working waits for copying",
+        "use 20",
+    ]
+    assert list(devices.move_batches(iter(()), cuda, non_blocking=True)) == []
 
 
 @pytest.mark.gpu
