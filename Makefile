@@ -25,9 +25,7 @@ demo: $(STAMPS)/demo
 
 test: $(STAMPS)/test
 	@$(BIN)/coverage erase
-	@$(BIN)/coverage run -m pytest $(ARGS)
-	@$(BIN)/coverage combine -q
-	@$(BIN)/coverage report
+	@$(BIN)/python -m pytest -n 2 --dist worksteal --cov $(ARGS)
 	@$(BIN)/coverage report --include='*/shardplug/plan/*' --fail-under=100
 
 lint: $(STAMPS)/lint
