@@ -19,36 +19,35 @@ from shardplug.rows import map_leaves
 
 _INLINE_BYTES = 1 << 20
 """Tensors up to this size travel in the message: below it a copy is cheaper than a file."""
-_ALIGNMENT = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """Batches whose small tensors are places in one run of bytes.
+    """Batches whose small tensors travel as bytes.
 
     Attributes:
         batches: The batches, with a `_Piece` in place of each tensor in ``data``.
-        data: The bytes of the tensors.
+        data: The bytes of each of these tensors; not joined, which would cost a copy more.
     """
 
     batches: list[Any]
-    data: bytes
+    data: list[bytes]
 
 
 @final
 class _Piece:
-    """Where a tensor's elements are in the bytes of a message; no dataclass: that is a batch."""
+    """Which of the bytes of a message are a tensor's; no dataclass: that is a batch."""
 
-    __slots__ = ("dtype", "shape", "start")
+    __slots__ = ("dtype", "index", "shape")
 
-    def __init__(self, start: int, tensor: Tensor) -> None:
-        self.start = start
+    def __init__(self, index: int, tensor: Tensor) -> None:
+        self.index = index
         self.dtype = tensor.dtype
         self.shape = tuple(tensor.shape)
 
 
 def pack(batches: list[Any]) -> Packed:
-    """Put the small tensors of batches into one run of bytes.
+    """Turn the small tensors of batches into bytes.
 
     Args:
         batches: Of any nesting.
@@ -56,22 +55,15 @@ def pack(batches: list[Any]) -> Packed:
     Returns:
         What `unpack` makes them of again.
     """
-    chunks: list[bytes] = []
-    length = 0
+    data: list[bytes] = []
 
     def put(leaf: object) -> object:
-        nonlocal length
         if not isinstance(leaf, Tensor) or not _is_inline(leaf):
             return leaf
-        piece = _Piece(length, leaf)
-        data = _bytes_of(leaf)
-        padding = -len(data) % _ALIGNMENT
-        chunks.extend((data, bytes(padding)))
-        length += len(data) + padding
-        return piece
+        data.append(_bytes_of(leaf))
+        return _Piece(len(data) - 1, leaf)
 
-    packed = [map_leaves(put, batch) for batch in batches]
-    return Packed(packed, b"".join(chunks))
+    return Packed([map_leaves(put, batch) for batch in batches], data)
 
 
 def unpack(packed: Packed) -> list[Any]:
@@ -81,9 +73,8 @@ def unpack(packed: Packed) -> list[Any]:
         packed: From `pack`.
 
     Returns:
-        The batches; the tensors of one message share one block of memory.
+        The batches.
     """
-    data = bytearray(packed.data)
 
     def take(leaf: object) -> object:
         if not isinstance(leaf, _Piece):
@@ -91,8 +82,8 @@ def unpack(packed: Packed) -> list[Any]:
         count = math.prod(leaf.shape)
         if not count:
             return torch.empty(leaf.shape, dtype=leaf.dtype)
-        flat = torch.frombuffer(data, dtype=leaf.dtype, count=count, offset=leaf.start)
-        return flat.view(leaf.shape)
+        own = bytearray(packed.data[leaf.index])
+        return torch.frombuffer(own, dtype=leaf.dtype, count=count).view(leaf.shape)
 
     return [map_leaves(take, batch) for batch in packed.batches]
 

@@ -36,7 +36,16 @@ from shardplug.rows import (
 )
 
 META = torch.device("meta")
-THING = object()
+
+
+class Thing:
+    """An object that is no container; its name is the same in every process."""
+
+    def __repr__(self) -> str:
+        return "thing"
+
+
+THING = Thing()
 
 
 def message_of(call: Callable[[], object]) -> str:
