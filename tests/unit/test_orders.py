@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -98,6 +99,7 @@ def test_blocks_cover_all_steps_small_at_first_and_never_large(count: int, width
     assert all(number == 1 or number * width <= 8192 for number in sizes)
     assert sizes[:1] <= [4]
     assert sizes[:-1] == sorted(sizes[:-1])
+    assert all(after <= 2 * before for before, after in pairwise(sizes))
 
 
 @pytest.mark.parametrize("n", [1, 2, 10, 33, 1000])

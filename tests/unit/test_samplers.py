@@ -17,6 +17,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch.utils.data import (
     BatchSampler,
+    DataLoader,
     RandomSampler,
     Sampler,
     SequentialSampler,
@@ -285,6 +286,25 @@ def test_a_pass_that_is_left_early_has_drawn_what_torch_would_have(
             assert len(list(islice(batch_sampler, num_batches))) == num_batches
     assert torch.equal(ours.get_state(), theirs.get_state())
     assert batches_of(unbroken) == batches_of(left)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_in_a_loader_of_torchs_a_shard_draws_after_the_loader_as_its_sampler_would(
+    kind: str,
+) -> None:
+    def passes(of_shard: bool, generator: torch.Generator | None) -> list[Batches]:
+        torch.manual_seed(6)
+        batch_sampler: Any = BatchSampler(KINDS[kind].make(12, generator), 3, True)
+        if of_shard:
+            batch_sampler = BatchSamplerShard(batch_sampler)
+        samples: Any = range(60)
+        loader: DataLoader[Any] = DataLoader(
+            samples, batch_sampler=batch_sampler, generator=generator, collate_fn=list
+        )
+        return [batches_of(loader) for _ in range(2)]
+
+    assert passes(True, None) == passes(False, None)
+    assert passes(True, seeded_generator()) == passes(False, seeded_generator())
 
 
 def test_torchdatas_batch_sampler_is_seen_through_as_well() -> None:
