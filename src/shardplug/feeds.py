@@ -239,7 +239,7 @@ def follows_seed(batch_sampler: Any) -> bool:
 
 def seeded(feed: Feed, seed: int) -> Feed:
     """Let a RandomSampler inside a feed follow (seed, epoch)."""
-    if not isinstance(feed, IndexFeed) or feed.is_cut:
+    if not isinstance(feed, IndexFeed):
         return feed
     batches: Any = feed.batches.batch_sampler
     if not is_plain(batches) or type(batches.sampler) not in _SHUFFLES:

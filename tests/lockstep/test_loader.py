@@ -1045,6 +1045,23 @@ def test_each_rank_is_asked_for_its_own_part_only() -> None:
     assert by_rank == [[[0, 1]], [[3, 4]]]
 
 
+def test_a_part_is_shuffled_by_seed_and_epoch() -> None:
+    def loader_of(rank: int) -> DataLoader[Any]:
+        samples: Any = torch.arange(6) + 6 * rank
+        return DataLoader(samples, batch_size=3, shuffle=True)
+
+    def look(loader: DataLoaderShard) -> Any:
+        before = torch.get_rng_state()
+        epochs = [flat(batches_of(loader)) for _ in range(2)]
+        assert torch.equal(torch.get_rng_state(), before)
+        return epochs
+
+    options: dict[str, Any] = {"use_seedable_sampler": True, "data_seed": 9}
+    by_rank = on_ranks(2, loader_of, look, already_sharded=True, **options)
+    orders = [order_of(9 + epoch, 6) for epoch in range(2)]
+    assert by_rank == [[[one + 6 * rank for one in order] for order in orders] for rank in range(2)]
+
+
 def test_a_distributed_sampler_of_one_is_divided() -> None:
     assert on_ranks(2, lambda _: cut_loader(8, 1, 0)) == [[[0, 1], [4, 5]], [[2, 3], [6, 7]]]
 

@@ -291,10 +291,15 @@ def test_everything_else_keeps_its_order() -> None:
     for sampler in (*by_value, [2, 1], SubsetRandomSampler([1, 2])):
         feed = shuffles(sampler)
         assert seeded(feed, 0) is feed
-    cut = IndexFeed(
-        BatchSamplerShard(BatchSampler(RandomSampler(range(3)), 1, False)), cut=Cut(OWN)
-    )
-    assert seeded(cut, 0) is cut
+
+
+def test_a_part_that_is_shuffled_follows_the_seed_too() -> None:
+    batches = BatchSampler(RandomSampler(range(9)), 2, False)
+    cut = IndexFeed(BatchSamplerShard(batches, tail="uneven"), cut=Cut(OWN))
+    follows: Any = seeded(cut, 4)
+    assert (follows.cut, follows.tail) == (Cut(OWN), Tail.UNEVEN)
+    order = torch.randperm(9, generator=torch.Generator().manual_seed(4)).tolist()
+    assert list(follows.batches.sampler) == order
 
 
 def test_which_orders_follow_the_seed() -> None:
