@@ -170,7 +170,11 @@ def gather_facts(
         gathered = comm.all_gather_ints((failure is not None, *facts))
         if any(failed for failed, *_ in gathered):
             told = None if failure is None else f"{type(failure).__name__}: {failure}"
-            causes = comm.all_gather_object(told)
+            try:
+                causes = comm.all_gather_object(told)
+            except CommError as error:
+                # A rank that has been told may be gone already; what failed here is not lost by it.
+                raise failure or error from error
             if failure is None:
                 raise_if_failed(causes)
     if failure is not None:
