@@ -8,12 +8,13 @@ it).
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Generator, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Generic, TypeVar
 
 from shardplug.errors import PlanError
+from shardplug.plan.shard import Shard
 from shardplug.plan.split import ShardPlan, Tail
 
 T = TypeVar("T")
@@ -27,17 +28,26 @@ class Part(Generic[T]):
         rows: The items, real ones first.
         valid_rows: How many of them are real.
         consumed: Items of the global order that all shards have consumed after this step.
+        positions: Where in the epoch's global order each row stands; of padding, where the row
+            stands that it repeats.
+        extra_rows: Where ``consumed`` counts batches: rows of the next one that are consumed too.
     """
 
     rows: Sequence[T]
     valid_rows: int
     consumed: int
+    positions: Sequence[int] = field(default=(), compare=False)
+    extra_rows: int = 0
 
 
 def deal(
-    items: Iterable[T], plan: ShardPlan, *, head: Sequence[T] = ()
+    items: Iterable[T],
+    plan: ShardPlan,
+    *,
+    head: Sequence[T] | Callable[[], Iterable[T]] = (),
+    shards: Sequence[Shard] | None = None,
 ) -> Generator[Part[T], None, int]:
-    """Deal out the items of a stream to one shard.
+    """Deal out the items of a stream.
 
     Every shard reads the whole stream and keeps its own rows; memory is one or two windows of
     ``plan.global_batch_size`` items.
@@ -45,10 +55,13 @@ def deal(
     Args:
         items: The stream, from position ``plan.start`` of the epoch's order on.
         plan: How to deal, with ``num_samples`` None.
-        head: The first window of the epoch, to pad from when the stream does not start there.
+        head: The first window of the epoch, to pad from when the stream does not start there; or
+            what makes it, called where it is needed.
+        shards: Whose parts are wanted, in this order within each step; None: those of the plan's
+            own shard.
 
     Yields:
-        This shard's part of each step.
+        The part of each step.
 
     Returns:
         Samples in the epoch, known once the stream has ended.
@@ -57,38 +70,63 @@ def deal(
         PlanError: If ``Tail.EXACT`` cannot deal out the end, or padding needs a missing ``head``.
 
     Example:
-        >>> from shardplug.plan.shard import Shard
         >>> [part.rows for part in deal("abcdef", ShardPlan(None, 2, Shard(1, 2)))]
         [['c', 'd'], ['a', 'b']]
     """
     source = iter(items)
-    size, own = plan.global_batch_size, plan.shard_batch_size
-    first, stop = plan.shard.index * own, (plan.shard.index + 1) * own
+    size = plan.global_batch_size
+    plans = [plan] if shards is None else [plan.seek(plan.start, shard=each) for each in shards]
     lags = plan.tail is Tail.EXACT
-    head = list(head)
+    first_window: Sequence[T] | None = None
     held: list[T] = []
     step, seen = 0, plan.start
     while len(window := list(islice(source, size))) == size:
         seen += size
-        if plan.tail is Tail.PAD and not head and not plan.start:
-            head = window
+        if first_window is None and plan.tail is Tail.PAD and not plan.start:
+            first_window = window
         if lags:
             held, window = window, held
             if not window:
                 continue
+        for each in plans:
+            yield _full_part(window, each, start=plan.start + step * size)
         step += 1
-        yield Part(window[first:stop], own, plan.start + step * size)
     seen += len(window)
     rest = [*held, *window]
-    if rest and plan.tail is Tail.PAD and plan.start and len(head) < min(size, seen):
+    if first_window is None and rest and plan.tail is Tail.PAD and plan.start:
+        first_window = _head_of(head, plan, least=min(size, seen))
+    ended = [replace(each, num_samples=seen) for each in plans]
+    for last in range(step, max(each.num_steps for each in ended)):
+        for each in ended:
+            if last < each.num_steps:
+                yield _last_part(last, each, rest, first_window or ())
+    return seen
+
+
+def _full_part(window: Sequence[T], plan: ShardPlan, *, start: int) -> Part[T]:
+    """Cut a shard's rows out of a full window that begins at ``start``."""
+    rows = plan.shard_batch_size
+    first = plan.shard.index * rows
+    positions = range(start + first, start + first + rows)
+    return Part(window[first : first + rows], rows, start + plan.global_batch_size, positions)
+
+
+def _last_part(step: int, plan: ShardPlan, rest: Sequence[T], head: Sequence[T]) -> Part[T]:
+    """Cut a shard's rows of one of the last steps out of what is left, padded from the head."""
+    assert plan.num_samples is not None  # the stream has ended
+    offset = plan.num_samples - len(rest)
+    positions = plan.positions(step)
+    rows = [rest[at - offset] if at >= offset else head[at] for at in positions]
+    return Part(rows, plan.valid_rows(step), plan.cursor(step + 1), positions)
+
+
+def _head_of(
+    head: Sequence[T] | Callable[[], Iterable[T]], plan: ShardPlan, *, least: int
+) -> Sequence[T]:
+    first_window = list(islice(head() if callable(head) else head, plan.global_batch_size))
+    if len(first_window) < least:
         raise PlanError(
             "`head` must hold the first window of the epoch to pad a stream that goes on from "
-            f"sample {plan.start}, got {len(head)} items."
+            f"sample {plan.start}, got {len(first_window)} items."
         )
-    offset = seen - len(rest)
-    ended = replace(plan, num_samples=seen)
-    for last in range(step, ended.num_steps):
-        positions = ended.positions(last)
-        rows = [rest[at - offset] if at >= offset else head[at] for at in positions]
-        yield Part(rows, ended.valid_rows(last), ended.cursor(last + 1))
-    return seen
+    return first_window
