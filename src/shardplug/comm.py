@@ -8,10 +8,12 @@ every rank of the comm calls them, in the same order.
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol, TypeVar, runtime_checkable
 
 from shardplug.errors import CommError
+from shardplug.signals import Postponed
 
 T = TypeVar("T")
 
@@ -106,21 +108,36 @@ def agree(comm: Comm, decide: Callable[[], T]) -> list[T]:
     Raises:
         CommError: If ``decide`` raised on another rank.
     """
-    failure: Exception | None = None
-    result: T | None = None
+    signals = Postponed()
     try:
-        result = decide()
-    except Exception as error:  # noqa: BLE001  # raised again below, once all ranks know
-        failure = error
-    if comm.world_size > 1:
-        told = None if failure is None else f"{type(failure).__name__}: {failure}"
-        outcomes = comm.all_gather_object((told, result))
-    else:
-        outcomes = [(None, result)]
+        result, failure = _tried(decide, signals)
+        if comm.world_size > 1:
+            outcomes = comm.all_gather_object((_told(failure), result))
+        else:
+            outcomes = [(None, result)]
+    finally:
+        signals.end()
     if failure is not None:
         raise failure
     raise_if_failed([cause for cause, _ in outcomes])
     return [value for _, value in outcomes]  # type: ignore[misc]  # no rank failed: all are T
+
+
+def _tried(decide: Callable[[], T], signals: Postponed) -> tuple[T | None, Exception | None]:
+    """Run ``decide``, then hold signals back; return its result, or what it or they raised."""
+    try:
+        try:
+            result = decide()
+        finally:
+            signals.begin()
+    except Exception as error:  # noqa: BLE001  # raised again by the caller, once all ranks know
+        signals.begin()  # not done yet where a handler has raised before it
+        return None, error
+    return result, None
+
+
+def _told(failure: Exception | None) -> str | None:
+    return None if failure is None else f"{type(failure).__name__}: {failure}"
 
 
 def raise_if_failed(causes: Sequence[str | None]) -> None:
@@ -137,8 +154,42 @@ def raise_if_failed(causes: Sequence[str | None]) -> None:
         raise CommError("Another rank could not go on: " + "; ".join(failed))
 
 
+def pickled(value: object) -> tuple[bytes | None, Exception | None]:
+    """Pickle what is to be sent, or tell why that cannot be: the others are to know, too.
+
+    Args:
+        value: Anything.
+
+    Returns:
+        The bytes and None, or None and the error.
+    """
+    try:
+        return pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL), None
+    except Exception as error:  # noqa: BLE001  # a user's __reduce__; raised once all ranks know
+        return None, error
+
+
+def raise_unless_sent(was_sent: Sequence[bool], failure: Exception | None) -> None:
+    """Raise a CommError where a rank could not pickle its value; call it once all ranks know.
+
+    Args:
+        was_sent: By rank, whether it could.
+        failure: Why this rank could not, or None.
+
+    Raises:
+        CommError: If a rank could not.
+    """
+    if failure is not None:
+        raise CommError(f"`value` must be picklable, but {failure}") from failure
+    raise_if_failed([None if sent else "pickling its value" for sent in was_sent])
+
+
 def gather_facts(
-    comm: Comm, decide: Callable[[], tuple[T, Sequence[int]]], *, num_facts: int
+    comm: Comm,
+    decide: Callable[[], tuple[T, Sequence[int]]],
+    *,
+    num_facts: int,
+    late: list[Exception] | None = None,
 ) -> tuple[T, list[tuple[int, ...]]]:
     """Run ``decide`` on every rank and give every rank the integers it returned on all of them.
 
@@ -150,6 +201,8 @@ def gather_facts(
         comm: The ranks.
         decide: Works out this rank's result and its facts.
         num_facts: How many facts that is, on every rank.
+        late: Takes what a signal handler raises when this rank's facts are under way already, to
+            be given to the next call, which tells the others. None: it is raised at the end.
 
     Returns:
         This rank's result, and the facts by rank.
@@ -157,30 +210,41 @@ def gather_facts(
     Raises:
         CommError: If ``decide`` raised on another rank.
     """
-    failure: Exception | None = None
-    result: T | None = None
-    facts: Sequence[int] = (0,) * num_facts
+    signals = Postponed(late)
     try:
-        result, facts = decide()
-    except Exception as error:  # noqa: BLE001  # raised again below, once all ranks know
-        failure = error
-    if comm.world_size == 1:
+        decided, failure = _tried(_late_or(decide, late), signals)
+        facts = (0,) * num_facts if decided is None else decided[1]
         gathered = [(failure is not None, *facts)]
-    else:
-        gathered = comm.all_gather_ints((failure is not None, *facts))
-        if any(failed for failed, *_ in gathered):
-            told = None if failure is None else f"{type(failure).__name__}: {failure}"
-            try:
-                causes = comm.all_gather_object(told)
-            except CommError as error:
-                # A rank that has been told may be gone already; what failed here is not lost by it.
-                raise failure or error from error
-            if failure is None:
-                raise_if_failed(causes)
+        if comm.world_size > 1:
+            gathered = comm.all_gather_ints(gathered[0])
+            if any(failed for failed, *_ in gathered):
+                _tell(comm, failure)
+    finally:
+        signals.end()
     if failure is not None:
         raise failure
     by_rank = [tuple(facts) for _, *facts in gathered]
-    return result, by_rank  # type: ignore[return-value]  # decide did not raise: it is a T
+    return decided[0], by_rank  # type: ignore[index]  # decide did not raise: it is there
+
+
+def _late_or(decide: Callable[[], T], late: list[Exception] | None) -> Callable[[], T]:
+    def decide_unless_late() -> T:
+        if late:
+            raise late.pop()
+        return decide()
+
+    return decide_unless_late
+
+
+def _tell(comm: Comm, failure: Exception | None) -> None:
+    """Tell the others what failed here, if anything has; raise if it was on them only."""
+    try:
+        causes = comm.all_gather_object(_told(failure))
+    except CommError as error:
+        # What failed here is not lost because telling it has failed as well.
+        raise failure or error from error
+    if failure is None:
+        raise_if_failed(causes)
 
 
 def agree_on(

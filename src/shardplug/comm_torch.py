@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, TypeVar, final
 import torch
 import torch.distributed as dist
 
-from shardplug.comm import Comm, SoloComm, raise_if_failed
+from shardplug.comm import Comm, SoloComm, pickled, raise_unless_sent
 from shardplug.errors import CommError, PlanError
+from shardplug.signals import Postponed
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -27,9 +28,15 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _HEAD = struct.Struct("<qqq")  # which collective, a number that ranks must agree on, bytes to come
-_HEAD_MESSAGE_BYTES = 512
-_INLINE_BYTES = _HEAD_MESSAGE_BYTES - _HEAD.size
 _CANNOT_SEND = -1
+
+_LEAST_HEAD_BYTES, _MOST_HEAD_BYTES = 512, 1 << 14
+_ALL_HEADS_BYTES = 1 << 18
+"""What the first messages of all ranks take together, as long as each stays within its bounds.
+
+A second collective costs more than some KiB, so that small results are to fit into the first one;
+with many ranks, each of which receives those of all, less fits in.
+"""
 
 _CALLS = (
     "barrier()",
@@ -48,9 +55,14 @@ class TorchComm:
     on it, as long as every rank calls all of them in the same order, from one thread. What
     torch.distributed raises in one of them becomes a CommError that names it.
 
-    Every collective begins with the same exchange of half a KiB, in which each rank says where it
-    is. So ranks in different collectives get an error, which gloo would answer by ending the
-    process and NCCL by hanging; and a value that fits into it needs no second message.
+    Every collective begins with the same exchange, of 16 KiB on up to 16 ranks and half a KiB from
+    512 on, in which each rank says where it is. So ranks in different collectives get an error,
+    which gloo would answer by ending the process and NCCL by hanging; and a value that fits into
+    it needs no second message. The size of it depends on nothing but the number of ranks: ranks
+    that have been through different calls still understand each other.
+
+    A handler of SIGCHLD, such as torch's, which raises where a worker has died, runs after a
+    collective, not in it: all ranks come out of that.
     """
 
     def __init__(
@@ -80,6 +92,10 @@ class TorchComm:
         self._world_size = dist.get_world_size(group)
         self._group = group
         self._device = _device_of(group) if device is None else device
+        self._head_bytes = min(
+            _MOST_HEAD_BYTES, max(_LEAST_HEAD_BYTES, _ALL_HEADS_BYTES // self._world_size)
+        )
+        self._inline_bytes = self._head_bytes - _HEAD.size
 
     @property
     def rank(self) -> int:
@@ -129,7 +145,7 @@ class TorchComm:
             CommError: If a value cannot be pickled, ranks are in different collectives, or
                 torch.distributed fails.
         """
-        data, failure = _pickled(value)
+        data, failure = pickled(value)
         by_rank = self._gather(_GATHER_OBJECT, 0, data, failure)
         return [
             value if rank == self._rank else pickle.loads(by_rank[rank])
@@ -154,12 +170,12 @@ class TorchComm:
         """
         if not 0 <= src < self._world_size:
             raise CommError(f"`src` must be in [0, {self._world_size}), got {src}.")
-        data, failure = _pickled(value) if self._rank == src else (b"", None)
-        sizes, heads = self._meet(_BROADCAST_OBJECT, src, data, failure)
-        if sizes[src] > _INLINE_BYTES:
-            sent = self._broadcast(data, sizes[src], src=src)
-        else:
+        data, failure = pickled(value) if self._rank == src else (b"", None)
+        with Postponed():
+            sizes, heads = self._meet(_BROADCAST_OBJECT, src, data, failure)
             sent = heads[src]
+            if sizes[src] > self._inline_bytes:
+                sent = self._broadcast(data or b"", sizes[src], src=src)
         if self._rank != src:
             value = pickle.loads(sent)
         return value  # type: ignore[return-value]  # None is a value of T where src passed None
@@ -172,33 +188,33 @@ class TorchComm:
         Raises:
             CommError: If ranks are in different collectives, or torch.distributed fails.
         """
-        self._meet(_BARRIER, 0, b"")
+        with Postponed():
+            self._meet(_BARRIER, 0, b"")
 
     def _gather(
-        self, call: int, number: int, data: bytes, failure: Exception | None = None
+        self, call: int, number: int, data: bytes | None, failure: Exception | None = None
     ) -> list[memoryview]:
         """Exchange bytes of any size, by rank; what is shorter than the longest is filled up."""
-        sizes, heads = self._meet(call, number, data, failure)
-        longest = max(sizes)
-        if longest <= _INLINE_BYTES:
-            return heads
-        with self._named(call, number):
-            return self._exchange(data, longest)
+        with Postponed():
+            sizes, heads = self._meet(call, number, data, failure)
+            longest = max(sizes)
+            if longest <= self._inline_bytes:
+                return heads
+            with self._named(call, number):
+                return self._exchange(data or b"", longest)
 
     def _meet(
-        self, call: int, number: int, data: bytes, failure: Exception | None = None
+        self, call: int, number: int, data: bytes | None, failure: Exception | None = None
     ) -> tuple[list[int], list[memoryview]]:
         """Exchange where each rank is, how many bytes it has to send, and those that fit."""
-        size = len(data) if failure is None else _CANNOT_SEND
-        head = _HEAD.pack(call, number, size) + data[:_INLINE_BYTES]
+        size = _CANNOT_SEND if data is None else len(data)
+        head = _HEAD.pack(call, number, size) + (data or b"")[: self._inline_bytes]
         with self._named(call, number):
-            messages = self._exchange(head, _HEAD_MESSAGE_BYTES)
+            messages = self._exchange(head, self._head_bytes)
         heads = [_HEAD.unpack_from(message) for message in messages]
         _raise_unless_together([(call, number) for call, number, _ in heads])
         sizes = [size for _, _, size in heads]
-        if failure is not None:
-            raise CommError(f"`value` must be picklable, but {failure}") from failure
-        raise_if_failed(["pickling its value" if size < 0 else None for size in sizes])
+        raise_unless_sent([size != _CANNOT_SEND for size in sizes], failure)
         inline = [
             message[_HEAD.size : _HEAD.size + size]
             for message, size in zip(messages, sizes, strict=True)
@@ -358,13 +374,6 @@ def _device_of(group: dist.ProcessGroup | None) -> torch.device:
     # "cpu:gloo,cuda:nccl": for each kind of device the backend that serves it.
     kinds = [pair.partition(":")[0] for pair in dist.get_backend_config(group).split(",")]
     return torch.device("cpu" if "cpu" in kinds else kinds[0])
-
-
-def _pickled(value: object) -> tuple[bytes, Exception | None]:
-    try:
-        return pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL), None
-    except Exception as error:  # noqa: BLE001  # a user's __reduce__; raised once all ranks know
-        return b"", error
 
 
 def _filled_up(data: bytes, num_bytes: int) -> bytearray:

@@ -17,6 +17,7 @@ from typing import Any, final
 from shardplug.comm import Comm, gather_facts
 from shardplug.errors import CommError
 from shardplug.plan.split import Tail
+from shardplug.signals import Postponed
 
 AHEAD = 16
 """Most steps that one message buys: a rank holds one batch more than that in hand."""
@@ -76,18 +77,22 @@ def in_step(
             its end at different steps.
     """
     hand = _Hand(arrivals)
+    late: list[Exception] = []
     wanted, is_end = 1, False
     while not is_end:
-        _, by_rank = gather_facts(comm, partial(hand.fill, wanted), num_facts=3)
+        _, by_rank = gather_facts(comm, partial(hand.fill, wanted), num_facts=3, late=late)
         if not is_cut:
             _check_same([(have, bool(ended)) for have, ended, _ in by_rank])
         steps, is_end = _allowed_steps([(have, bool(ended)) for have, ended, _ in by_rank], tail)
         if steps and not all(has_any for _, _, has_any in by_rank):
             src = next(rank for rank, facts in enumerate(by_rank) if facts[2])
-            hand.borrow(comm.broadcast_object(hand.latest, src=src))
+            with Postponed(late):
+                hand.borrow(comm.broadcast_object(hand.latest, src=src))
         for step in range(steps):
             yield hand.take(is_last=is_end and step == steps - 1)
         wanted = min(2 * wanted, AHEAD)
+    if late:
+        raise late.pop()
 
 
 @final

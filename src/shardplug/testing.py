@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar, final
 
-from shardplug.comm import raise_if_failed
+from shardplug.comm import pickled, raise_unless_sent
 from shardplug.errors import CommError
 
 T = TypeVar("T")
@@ -96,9 +96,9 @@ class LockstepComm:
         Raises:
             CommError: If a value cannot be pickled, or the collective cannot end.
         """
-        sent, failure = _pickled(value)
+        sent, failure = pickled(value)
         met = self._meet("all_gather_object", "", sent, num_bytes=len(sent or b""))
-        _raise_unless_sent(met, failure)
+        raise_unless_sent([data is not None for data in met], failure)
         return [
             value if rank == self._rank else pickle.loads(data) for rank, data in enumerate(met)
         ]
@@ -121,9 +121,9 @@ class LockstepComm:
         """
         if not 0 <= src < self.world_size:
             raise CommError(f"`src` must be in [0, {self.world_size}), got {src}.")
-        sent, failure = _pickled(value) if self._rank == src else (b"", None)
+        sent, failure = pickled(value) if self._rank == src else (b"", None)
         met = self._meet("broadcast_object", f"src={src}", sent, num_bytes=len(sent or b""))
-        _raise_unless_sent(met, failure)
+        raise_unless_sent([data is not None for data in met], failure)
         if self._rank != src:
             value = pickle.loads(met[src])
         return value  # type: ignore[return-value]  # None is a value of T where src passed None
@@ -198,19 +198,6 @@ def run_ranks(
             threads[rank].join()
     world.raise_first_error()
     return results
-
-
-def _pickled(value: object) -> tuple[bytes | None, Exception | None]:
-    try:
-        return pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL), None
-    except Exception as error:  # noqa: BLE001  # a user's __reduce__; raised once all ranks know
-        return None, error
-
-
-def _raise_unless_sent(by_rank: Sequence[bytes | None], failure: Exception | None) -> None:
-    if failure is not None:
-        raise CommError(f"`value` must be picklable, but {failure}") from failure
-    raise_if_failed(["pickling its value" if data is None else None for data in by_rank])
 
 
 class _World:
