@@ -136,7 +136,7 @@ class Inbox:
         try:
             while self._wait_for_room():
                 if not self._is_local:
-                    self._connection.sendall(ROOM)
+                    self._answer(ROOM)
                 self._put(self._take())
         except Exception as error:  # noqa: BLE001  # `receive` raises it
             with self._changed:
@@ -178,8 +178,14 @@ class Inbox:
         else:
             for view in writable_views(pieces):
                 receive_exactly(self._connection, view)
-        self._connection.sendall(TAKEN)
+        self._answer(TAKEN)
         return _Arrived(head.number, self._description.parcel(pieces, self._values))
+
+    def _answer(self, answer: bytes) -> None:
+        try:
+            self._connection.sendall(answer)
+        except OSError:
+            return  # the reader has ended, which the next read says: what it sent still counts
 
     def _read_head(self) -> Head:
         if not self._is_local:
