@@ -712,13 +712,18 @@ def _join(parts: Sequence[object], path: str, joining: _Joining) -> object:
     if _are_per_row(parts, path, joining):
         picked = cast("list[Sequence[object]]", _pick_rows(parts, path, joining))
         return _rebuild(parts[0], list(enumerate(chain.from_iterable(picked))))
-    if all(_leaf_rows(part) is None and _children(part) is None for part in parts):
+    if all(_children(part) is None for part in parts) and _are_values(parts):
         return joining.value(path, list(parts))
     children = _matched_children(path, parts)
     return _rebuild(
         parts[0],
         [(key, _join(values, _below(path, key), joining)) for key, values in children.items()],
     )
+
+
+def _are_values(parts: Sequence[object]) -> bool:
+    """Tell whether leaves carry no rows, or only some of one type do: none of these may be lost."""
+    return all(_leaf_rows(part) is None for part in parts) or len(set(map(type, parts))) == 1
 
 
 def _pick_rows(parts: Sequence[object], path: str, joining: _Joining) -> Sequence[object]:

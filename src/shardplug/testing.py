@@ -190,7 +190,9 @@ def run_ranks(
         for thread in threads:
             thread.start()
         world.wait_until_left(timeout_s)
-    except BaseException:
+    except (
+        BaseException
+    ):  # KeyboardInterrupt above all: the ranks must not wait on in their threads
         world.close("The run was interrupted.")
         raise
     finally:
@@ -238,6 +240,8 @@ class _World:
         error: BaseException | None = None
         try:
             yield
+        # Everything, SystemExit and pytest's own outcomes (skip, fail) too: the thread would print
+        # or drop it, and the other ranks would wait for one that is gone.
         except BaseException as raised:  # noqa: BLE001  # raised again in the caller's thread
             error = raised
         with self._changed:

@@ -248,8 +248,10 @@ def test_ranks_that_differ_are_named_on_all(data: Callable[[int], Any], message:
 
 def test_what_cannot_be_pickled_is_an_error_on_all() -> None:
     def body(comm: LockstepComm) -> None:
-        with pytest.raises(CommError):
+        told = "must be picklable, but .*lambda" if comm.rank else "rank 1 failed with pickling"
+        with pytest.raises(CommError, match=told):
             gather([lambda: 0] if comm.rank else ["fine"], comm=comm)
+        assert gather([comm.rank], comm=comm) == [0, 1]  # still in step
 
     run_ranks(2, body)
 
@@ -261,3 +263,113 @@ def test_all_tensors_travel_in_one_message() -> None:
         return len(comm.calls) - before
 
     assert run_ranks(2, body) == [1, 1]
+
+
+# Tensors side by side are joined as bytes; anything else is walked through. Both say the same.
+
+KINDS: dict[str, tuple[Callable[[int], Any], Any]] = {
+    "bare": (lambda rank: torch.tensor([rank, rank]), [0, 0, 1, 1]),
+    "scalar": (lambda rank: torch.tensor(rank), [0, 1]),
+    "different numbers of rows": (lambda rank: torch.full((2 * rank,), rank), [1, 1]),
+    "no rows": (lambda rank: torch.zeros(0, 3), []),
+    "rows of nothing": (lambda rank: torch.zeros(1, 0), [[], []]),
+    "different widths": (lambda rank: torch.zeros(1, 1 + rank), [[[0.0]], [[0.0, 0.0]]]),
+    "a scalar and a row": (lambda rank: torch.zeros([1] * rank), [0.0, [0.0]]),
+    "strided": (lambda rank: torch.arange(6).reshape(2, 3).t()[:2] + rank, None),
+    "with a gradient": (lambda rank: torch.ones(1, requires_grad=True) + rank, [1.0, 2.0]),
+    "bool": (lambda rank: torch.tensor([rank == 1]), [False, True]),
+    "bfloat16": (lambda rank: torch.full((1,), rank, dtype=torch.bfloat16), [0.0, 1.0]),
+    "conjugated": (lambda rank: torch.tensor([rank + 1j]).conj(), [-1j, 1 - 1j]),
+    "large": (lambda rank: torch.full((1, 300_000), rank)[:, ::299_999], [[0, 0], [1, 1]]),
+}
+KINDS["strided"] = (KINDS["strided"][0], [[0, 3], [1, 4], [1, 4], [2, 5]])
+
+
+@pytest.mark.parametrize(
+    ("wrap", "unwrap"),
+    [
+        (lambda tensor: tensor, lambda data: data),
+        (lambda tensor: (torch.tensor([7]), tensor), lambda data: data[1]),
+        (lambda tensor: {"b": tensor, "a": torch.tensor([7])}, lambda data: data["b"]),
+        (lambda tensor: {"b": tensor, "a": "walked"}, lambda data: data["b"]),
+        (lambda tensor: {0: tensor}, lambda data: data[0]),
+    ],
+    ids=["bare", "tuple", "dict", "mixed", "numbered"],
+)
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_tensor_is_gathered(
+    kind: str, wrap: Callable[[Any], Any], unwrap: Callable[[Any], Any]
+) -> None:
+    make, expected = KINDS[kind]
+
+    def body(comm: LockstepComm) -> Any:
+        data = wrap(make(comm.rank))
+        result = gather(data, comm=comm)
+        if not isinstance(data, torch.Tensor):
+            assert type(result) is type(data)
+        if type(result) is dict:
+            assert list(result) == list(data)
+        return unwrap(result)
+
+    for result in run_ranks(2, body):
+        if isinstance(result, list):
+            assert [each.tolist() for each in result] == expected
+        else:
+            assert result.tolist() == expected
+            result.zero_()  # ours to write to
+
+
+def test_a_large_tensor_travels_as_it_is() -> None:
+    def body(comm: LockstepComm) -> Any:
+        return gather({"x": torch.full((1, 300_000), comm.rank)}, comm=comm)["x"]
+
+    for result in run_ranks(2, body):
+        assert result.shape == (2, 300_000)
+        assert result.sum(dim=1).tolist() == [0, 300_000]
+
+
+def test_one_order_of_keys_is_as_good_as_another() -> None:
+    def body(comm: LockstepComm) -> Any:
+        keys = "ab" if comm.rank else "ba"
+        return gather({key: torch.tensor([f"{comm.rank}{key}" == "0a"]) for key in keys}, comm=comm)
+
+    for result in run_ranks(2, body):
+        assert {key: value.tolist() for key, value in result.items()} == {
+            "a": [True, False],
+            "b": [False, False],
+        }
+
+
+@pytest.mark.parametrize(
+    ("data", "told"),
+    [
+        (
+            lambda rank: torch.zeros(1) if rank else (torch.zeros(1),),
+            "got '' on rank 1 but not on rank 0",
+        ),
+        (lambda rank: {"x": torch.zeros(1)} if rank else {"x": "text"}, "'x' as no tensor on rank"),
+        (
+            lambda rank: (torch.zeros(1), torch.zeros(1, dtype=[torch.int8, torch.bool][rank])),
+            "'1'",
+        ),
+    ],
+)
+def test_columns_that_differ_between_ranks_are_an_error_on_all(
+    data: Callable[[int], Any], told: str
+) -> None:
+    def body(comm: LockstepComm) -> str:
+        with pytest.raises(BatchError) as caught:
+            gather(data(comm.rank), comm=comm)
+        return str(caught.value)
+
+    first, second = run_ranks(2, body)
+    assert first == second
+    assert told in first
+
+
+@pytest.mark.parametrize("wrap", [lambda x: x, lambda x: (x, x), lambda x: {"x": x}])
+def test_columns_must_have_a_multiple_of_the_rows(wrap: Callable[[Any], Any]) -> None:
+    loader = prepare_data_loader(DataLoader(numbers(4), 2))
+    for _ in loader:
+        with pytest.raises(BatchError, match="has 3 rows for the 2 rows of the batch"):
+            gather_for_metrics(wrap(numbers(3)), loader)

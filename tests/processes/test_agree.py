@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 from shardplug import (
     BatchError,
     Comm,
+    CommError,
     PlanError,
     gather,
     gather_for_metrics,
@@ -68,6 +69,9 @@ def results(comm: Comm) -> Any:
         seen += gathered["id"].tolist()
     with pytest.raises(BatchError, match=r"'x' as torch\.float32 on rank 0 and torch\.int64"):
         gather({"x": torch.zeros(2, dtype=torch.int64 if comm.rank else torch.float32)})
+    told = "must be picklable, but .*lambda" if comm.rank else "rank 1 failed with pickling"
+    with pytest.raises(CommError, match=told):
+        gather({"x": torch.zeros(2), "f": (lambda: 0) if comm.rank else 0})
     uneven = prepare_data_loader(DataLoader(torch.arange(5), 2), even_batches=False)  # type: ignore[arg-type]
     for batch in uneven:
         with pytest.raises(PlanError, match="same number of steps"):

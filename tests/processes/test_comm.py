@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import itertools
 import os
+import signal
 import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -21,8 +23,8 @@ from tests.launch import RankError, run_processes
 
 Check = Callable[[Comm], None]
 
-# TorchComm sends what fits into half a KiB at once; a pickle adds some bytes of its own.
-SIZES = (0, *range(450, 500), 2000, 100_000)
+# Few ranks send what fits into 16 KiB at once; a pickle adds some bytes of its own.
+SIZES = (0, 2000, *range(16_320, 16_370), 100_000)
 SOON_S = 10.0  # far below the time limits of a collective and of run_processes
 
 
@@ -88,7 +90,7 @@ def broadcasts_objects_of_any_size(comm: Comm) -> None:
 
 
 def gathers_any_number_of_integers(comm: Comm) -> None:
-    for count in (1, 60, 61, 62, 63, 64, 1000):
+    for count in (1, 64, 2043, 2044, 2045, 2046, 5000):
         mine = range(comm.rank, comm.rank + count)
         expected = [tuple(range(rank, rank + count)) for rank in range(comm.world_size)]
         assert comm.all_gather_ints(mine) == expected
@@ -332,6 +334,44 @@ def test_collectives_of_the_user_go_between_ours() -> None:
         total = 1 + 2 * turn
         expected += [total, [(0, turn), (1, turn)], "from 1", 2 * total]
     assert run_processes(2, _mix_with_collectives_of_the_user) == [expected] * 2
+
+
+def _lose_a_worker(comm: Comm) -> list[object]:
+    """Rank 1 is told that a worker has died, before and after the ranks meet."""
+
+    def handler(number: int, frame: object) -> None:
+        raise RuntimeError("a worker died")
+
+    meet = dist.all_gather
+
+    def interrupted(*args: Any, **options: Any) -> None:
+        signal.raise_signal(signal.SIGCHLD)
+        meet(*args, **options)
+        signal.raise_signal(signal.SIGCHLD)
+
+    if comm.rank == 1:
+        signal.signal(signal.SIGCHLD, handler)
+        dist.all_gather = interrupted
+    calls: list[Callable[[], object]] = [
+        lambda: comm.all_gather_ints((comm.rank,)),
+        lambda: comm.all_gather_object("x" * 100_000 * comm.rank),
+        lambda: comm.broadcast_object("x", src=0),
+        comm.barrier,
+    ]
+    seen: list[object] = []
+    for call in calls:
+        try:
+            seen.append(call())
+        except RuntimeError as error:
+            seen.append(str(error))
+    return seen
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGCHLD"), reason="needs SIGCHLD")
+def test_a_worker_that_dies_in_a_collective_is_an_error_after_it() -> None:
+    first, second = run_processes(2, _lose_a_worker)
+    assert first == [[(0,), (1,)], ["", "x" * 100_000], "x", None]
+    assert second == ["a worker died"] * 4
 
 
 def _talk_in_a_group(comm: Comm) -> object:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import signal
+from collections.abc import Iterator, Sequence
+from typing import Any
+
 import pytest
 
 from shardplug.comm import Comm, SoloComm, agree, agree_on, gather_facts, raise_if_failed
@@ -143,3 +147,138 @@ def test_unequal_facts_are_an_error_on_all_ranks_that_says_what_to_do(
     messages = run_ranks(len(facts_by_rank), body)
     assert len(set(messages)) == 1
     assert messages[0].startswith(f"Ranks disagree on the {told}")
+
+
+class Interrupted:
+    """The first of two ranks, of which the other does the same; a worker dies in collectives."""
+
+    rank = 0
+    world_size = 2
+
+    def __init__(self, *dies_in: int) -> None:
+        self.dies_in = dies_in
+        self.told: list[object] = []
+
+    def _meet(self, value: Any) -> list[Any]:
+        self.told.append(value)
+        if len(self.told) in self.dies_in:
+            signal.raise_signal(signal.SIGCHLD)
+        return [value, value]
+
+    def all_gather_ints(self, values: Sequence[int]) -> list[tuple[int, ...]]:
+        return self._meet(tuple(values))
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        return self._meet(value)
+
+    def broadcast_object(self, value: Any, src: int = 0) -> Any:
+        return self._meet(value)[src]
+
+    def barrier(self) -> None:
+        self._meet(None)
+
+
+def _raise(number: int, frame: object) -> None:
+    raise RuntimeError("a worker died")
+
+
+@pytest.fixture
+def _workers_raise() -> Iterator[None]:
+    before = signal.getsignal(signal.SIGCHLD)
+    signal.signal(signal.SIGCHLD, _raise)
+    yield
+    assert signal.getsignal(signal.SIGCHLD) is _raise
+    signal.signal(signal.SIGCHLD, before)
+
+
+needs_signals = pytest.mark.skipif(not hasattr(signal, "SIGCHLD"), reason="needs SIGCHLD")
+
+
+@needs_signals
+@pytest.mark.usefixtures("_workers_raise")
+def test_a_worker_that_dies_in_a_collective_is_told_in_the_next() -> None:
+    comm = Interrupted(1)
+    late: list[Exception] = []
+    decided = []
+
+    def decide() -> tuple[str, tuple[int, ...]]:
+        decided.append(len(comm.told))
+        return "mine", (5,)
+
+    assert gather_facts(comm, decide, num_facts=1, late=late) == ("mine", [(5,), (5,)])
+    assert [str(error) for error in late] == ["a worker died"]
+    with pytest.raises(RuntimeError, match="a worker died"):
+        gather_facts(comm, decide, num_facts=1, late=late)
+    assert decided == [0]
+    assert comm.told == [(0, 5), (1, 0), "RuntimeError: a worker died"]
+    assert late == []
+
+
+@needs_signals
+@pytest.mark.usefixtures("_workers_raise")
+@pytest.mark.parametrize(
+    ("dies_in", "told"),
+    [
+        (0, [(1, 0), "RuntimeError: a worker died"]),  # in what is decided
+        (1, [(0, 5)]),
+    ],
+)
+def test_where_nothing_is_kept_it_is_raised_once_all_have_met(
+    dies_in: int, told: list[object]
+) -> None:
+    comm = Interrupted(dies_in)
+
+    def decide() -> tuple[None, tuple[int, ...]]:
+        if dies_in == 0:
+            signal.raise_signal(signal.SIGCHLD)
+        return None, (5,)
+
+    with pytest.raises(RuntimeError, match="a worker died"):
+        gather_facts(comm, decide, num_facts=1)
+    assert comm.told == told
+
+
+@needs_signals
+@pytest.mark.usefixtures("_workers_raise")
+def test_what_failed_first_is_told_whole_whatever_dies_then() -> None:
+    comm = Interrupted(1, 2)
+    late: list[Exception] = []
+
+    def decide() -> tuple[None, tuple[int, ...]]:
+        raise PlanError("bad size")
+
+    with pytest.raises(PlanError, match="bad size"):
+        gather_facts(comm, decide, num_facts=1, late=late)
+    assert comm.told == [(1, 0), "PlanError: bad size"]
+    assert len(late) == 1
+
+
+@needs_signals
+@pytest.mark.usefixtures("_workers_raise")
+def test_agreeing_is_not_interrupted_either() -> None:
+    comm = Interrupted(1)
+    with pytest.raises(RuntimeError, match="a worker died"):
+        agree(comm, lambda: "mine")
+    assert comm.told == [(None, "mine")]
+
+
+class _Deaf(Interrupted):
+    """Rank 0, whose second message does not get through."""
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        raise CommError("Connection closed by peer.")
+
+
+@pytest.mark.parametrize("failure", [PlanError("bad size"), None])
+def test_a_cause_that_cannot_be_told_is_raised_all_the_same(failure: Exception | None) -> None:
+    class Both(_Deaf):
+        def all_gather_ints(self, values: Sequence[int]) -> list[tuple[int, ...]]:
+            return [tuple(values), (1, 0)]  # rank 1 has failed
+
+    def decide() -> tuple[None, tuple[int, ...]]:
+        if failure is not None:
+            raise failure
+        return None, (5,)
+
+    with pytest.raises(type(failure or CommError()), match="bad size" if failure else "closed"):
+        gather_facts(Both(), decide, num_facts=1)

@@ -147,3 +147,28 @@ def test_collectives_run_on_the_cpu_where_the_group_can(
     assert comm_torch.TorchComm()._device == torch.device(kind)
     chosen = comm_torch.TorchComm(device=torch.device("meta"))
     assert chosen._device == torch.device("meta")
+
+
+@pytest.mark.parametrize(
+    ("world_size", "num_bytes"),
+    [(1, 16384), (16, 16384), (17, 15420), (64, 4096), (512, 512), (513, 512), (4096, 512)],
+)
+def test_the_first_message_is_smaller_where_more_ranks_receive_it(
+    monkeypatch: pytest.MonkeyPatch, world_size: int, num_bytes: int
+) -> None:
+    sent: list[tuple[int, int]] = []
+
+    def gather(received: list[torch.Tensor], mine: torch.Tensor, group: object) -> None:
+        sent.append((len(received), mine.numel()))
+        for each in received:
+            each.copy_(mine)
+
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_rank", lambda group=None: 0)
+    monkeypatch.setattr(dist, "get_world_size", lambda group=None: world_size)
+    monkeypatch.setattr(dist, "get_backend_config", lambda group=None: "cpu:gloo")
+    monkeypatch.setattr(dist, "all_gather", gather)
+    comm = comm_torch.TorchComm()
+    comm.barrier()
+    assert comm.all_gather_object(b"x" * 400) == [b"x" * 400] * world_size
+    assert sent == [(world_size, num_bytes)] * 2

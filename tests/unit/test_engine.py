@@ -502,6 +502,42 @@ def test_windows_step_once_and_the_last_one_even_if_it_is_short() -> None:
     assert weights == [0.0, -0.5, -0.5, -3.0, -7.0]
 
 
+def test_a_step_within_another_engines_window_follows_its_own_engine_only() -> None:
+    mine, others = one_weight(), one_weight()
+    engine, other = ShardEngine(gradient_accumulation_steps=2), ShardEngine()
+    optimizer, loader = engine.prepare(descent(mine), loader_over(4, 1))
+    guest = other.prepare(descent(others))
+    seen = []
+    for batch in loader:
+        with engine.accumulate():
+            engine.backward(mine * batch.float().mean())
+            other.backward(others * batch.float().mean())
+            for each in (optimizer, guest):
+                each.step()
+                each.zero_grad()
+        seen.append((mine.item(), others.item()))
+    # Rows 0, 1, 2, 3: means of 0.5 and 2.5 for windows of two, each row by itself for the guest.
+    assert seen == [(0, 0), (-0.5, -1), (-0.5, -3), (-3, -6)]
+
+
+def test_windows_of_two_engines_may_lie_within_each_other() -> None:
+    mine, others = one_weight(), one_weight()
+    engine, other = (ShardEngine(gradient_accumulation_steps=steps) for steps in (2, 3))
+    optimizer, loader = engine.prepare(descent(mine), loader_over(4, 1))
+    guest, its_loader = other.prepare(descent(others), loader_over(4, 1))
+    seen = []
+    for batch, its_batch in zip(loader, its_loader, strict=True):
+        with engine.accumulate(), other.accumulate():
+            engine.backward(mine * batch.float().mean())
+            other.backward(others * its_batch.float().mean())
+            for each in (guest, optimizer):
+                each.step()
+                each.zero_grad()
+        seen.append((mine.item(), others.item()))
+    # The guest's windows are rows 0 to 2, of mean 1, and row 3 alone.
+    assert seen == [(0, 0), (-0.5, 0), (-0.5, -1), (-3, -4)]
+
+
 def test_valid_rows_weigh_a_padded_window_as_the_big_batch() -> None:
     """Over 2 ranks, 5 samples in batches of 2: padding weighs nothing, a short batch its rows."""
 

@@ -408,6 +408,12 @@ UNJOINABLE = [
         "Batch leaf 'y' cannot be joined: it is built differently in each batch.",
     ),
     (
+        {"x": zeros(2), "y": torch.ones(2)},
+        {"x": zeros(2), "y": torch.tensor(1)},
+        "Batch leaf 'y' belongs to the whole batch and cannot be joined:"
+        " tensor([1., 1.]) differs from tensor(1).",
+    ),
+    (
         {"x": zeros(2), "width": 17},
         {"x": zeros(2), "width": 23},
         "Batch leaf 'width' belongs to the whole batch and cannot be joined: 17 differs from 23.",
