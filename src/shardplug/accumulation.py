@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 from shardplug.errors import PlanError
-from shardplug.loader import DataLoaderShard
 from shardplug.plan.window import Accumulation, Window
+from shardplug.prepared import PreparedLoader
 
 
 @runtime_checkable
@@ -37,7 +37,7 @@ class MicroBatch:
         pass_number: The pass that it is from.
     """
 
-    loader: DataLoaderShard
+    loader: PreparedLoader
     window: Window
     step: int
     pass_number: int
@@ -72,7 +72,7 @@ class MicroBatch:
         return self.loader.shard.count * valid_rows / rows if rows else 0.0
 
 
-def find_micro_batch(loaders: Sequence[DataLoaderShard], steps: int) -> MicroBatch | None:
+def find_micro_batch(loaders: Sequence[PreparedLoader], steps: int) -> MicroBatch | None:
     """Find the micro-batch that is out in the innermost pass under way.
 
     Args:

@@ -16,7 +16,6 @@ from shardplug import rng
 from shardplug.comm import Comm
 from shardplug.comm_torch import current_comm
 from shardplug.errors import BatchError, PlanError
-from shardplug.loader import DataLoaderShard
 from shardplug.packing import (
     Columns,
     Packed,
@@ -28,6 +27,7 @@ from shardplug.packing import (
     unpack_columns,
 )
 from shardplug.plan.order import mix_seed
+from shardplug.prepared import PreparedLoader
 from shardplug.rows import join_outputs, leaves, map_leaves, move_to_device, trim_outputs
 
 
@@ -59,7 +59,7 @@ def gather(data: Any, *, comm: Comm | None = None) -> Any:
     return _joined(_exchange(data, None, current_comm() if comm is None else comm), data)
 
 
-def gather_for_metrics(data: Any, loader: DataLoaderShard, *, comm: Comm | None = None) -> Any:
+def gather_for_metrics(data: Any, loader: PreparedLoader, *, comm: Comm | None = None) -> Any:
     """Give every rank what all ranks made of the real rows of a step, in the epoch's order.
 
     Padding is left out, by the record of ``loader``: over an epoch each sample is seen once. First
@@ -157,7 +157,7 @@ class _Given(NamedTuple):
     num_steps: int
 
 
-def _trimmed(data: Any, loader: DataLoaderShard) -> Any:
+def _trimmed(data: Any, loader: PreparedLoader) -> Any:
     """Leave out what was made of padding."""
     num_rows = loader.num_rows
     tensors = side_by_side(data) if loader.valid_rows == num_rows else None
@@ -166,7 +166,7 @@ def _trimmed(data: Any, loader: DataLoaderShard) -> Any:
     return trim_outputs(data, loader.valid_rows, num_rows)
 
 
-def _exchange(data: Any, loader: DataLoaderShard | None, comm: Comm) -> list[_Given]:
+def _exchange(data: Any, loader: PreparedLoader | None, comm: Comm) -> list[_Given]:
     """Give every rank what all have, after checking that it is of one structure."""
     num_rows = 0 if loader is None else loader.valid_rows
     shard_index = comm.rank if loader is None else loader.shard.index
@@ -223,7 +223,7 @@ def _beside_each_other(values: list[Any]) -> Any:
     return values
 
 
-def _check_in_step(loader: DataLoaderShard) -> None:
+def _check_in_step(loader: PreparedLoader) -> None:
     """Refuse a loader whose ranks may take different numbers of steps: one would wait for ever."""
     if loader.is_simulation:
         raise PlanError(
@@ -237,7 +237,7 @@ def _check_in_step(loader: DataLoaderShard) -> None:
         raise _out_of_step(loader)
 
 
-def _out_of_step(loader: DataLoaderShard) -> PlanError:
+def _out_of_step(loader: PreparedLoader) -> PlanError:
     return PlanError(
         "`loader` must take the same number of steps on every rank to gather in each, got one "
         f"whose ranks differ, or may (tail={loader.tail.value!r}). Prepare it with "

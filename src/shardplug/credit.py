@@ -16,6 +16,7 @@ from typing import Any, final
 
 from shardplug.comm import Comm, gather_facts
 from shardplug.errors import CommError
+from shardplug.passes import Snapshot
 from shardplug.plan.split import Tail
 from shardplug.signals import Postponed
 
@@ -33,6 +34,7 @@ class Arrival:
         valid_rows: How many of them are real.
         consumed: What has been consumed of the stream's order after it.
         is_last: Whether no further one comes.
+        snapshot: A state of the stream from which it can go on after it, if it has states.
     """
 
     batch: Any
@@ -40,6 +42,7 @@ class Arrival:
     valid_rows: int
     consumed: int
     is_last: bool = False
+    snapshot: Snapshot | None = None
 
 
 def mark_last(arrivals: Iterator[Arrival]) -> Iterator[Arrival]:
@@ -123,7 +126,7 @@ class _Hand:
     def borrow(self, arrival: Arrival) -> None:
         """Take another rank's batch to repeat where this one has none."""
         if self.latest is None:
-            self.latest = replace(arrival, consumed=0)
+            self.latest = replace(arrival, consumed=0, snapshot=None)
 
     def take(self, *, is_last: bool) -> Arrival:
         """Hand out the next batch, or the latest one again without a valid row."""

@@ -15,11 +15,11 @@ from shardplug.agree import gather, gather_for_metrics
 from shardplug.comm import Comm
 from shardplug.comm_torch import current_comm, local_device, start_process_group
 from shardplug.errors import PlanError
-from shardplug.loader import DataLoaderShard
 from shardplug.optimizer import ScalerAwareOptimizer
 from shardplug.plan.shard import Shard
 from shardplug.plan.window import Accumulation
 from shardplug.prepare import own_shard, prepare_data_loader
+from shardplug.prepared import PreparedLoader
 from shardplug.rng import check_rng_types
 from shardplug.samplers import choose_tail
 from shardplug.scheduler import StepSyncedScheduler, Unit
@@ -104,7 +104,7 @@ class ShardEngine:
         self._scheduler_unit: Unit = scheduler_unit
         self._comm = comm
         self._shard = own_shard(self._ranks(), torch_device_mesh, data_axes)
-        self._loaders: list[DataLoaderShard] = []
+        self._loaders: list[PreparedLoader] = []
         self._optimizers: list[ScalerAwareOptimizer] = []
         self._micro_batch: MicroBatch | None = None
         self._split_batches = split_batches
@@ -181,7 +181,7 @@ class ShardEngine:
         )
         return prepared[0] if len(prepared) == 1 else prepared
 
-    def prepare_loader(self, loader: DataLoader[Any], **options: Any) -> DataLoaderShard:
+    def prepare_loader(self, loader: DataLoader[Any], **options: Any) -> PreparedLoader:
         """Prepare one loader, with options of its own.
 
         Collective: every rank must call it.
@@ -200,7 +200,7 @@ class ShardEngine:
         return prepared
 
     @contextmanager
-    def accumulate(self, *models: Any, loader: DataLoaderShard | None = None) -> Iterator[None]:
+    def accumulate(self, *models: Any, loader: PreparedLoader | None = None) -> Iterator[None]:
         """Make the micro-batch that is out part of a window of one optimizer step.
 
         Within it, on all but the last micro-batch of a window, ``step()`` and ``zero_grad()`` of
@@ -311,7 +311,7 @@ class ShardEngine:
         """
         return gather(data, comm=self._ranks())
 
-    def gather_for_metrics(self, data: Any, loader: DataLoaderShard | None = None) -> Any:
+    def gather_for_metrics(self, data: Any, loader: PreparedLoader | None = None) -> Any:
         """Give every rank what all made of the real rows of a step; see the function of that name.
 
         Collective: every rank must call it, in every step.

@@ -118,7 +118,7 @@ class PassBatches(BatchSampler):
         if offered is None:
             upcoming = self._epochs.progress.upcoming
             self._epochs.tell(upcoming.epoch)
-            offered, _ = self._feed.begin(upcoming.consumed)
+            offered, _ = self._feed.begin(upcoming)
         return iter(offered)
 
     def __len__(self) -> int:

@@ -19,16 +19,19 @@ from shardplug.comm import Comm
 from shardplug.errors import CommError
 from shardplug.orders import Order, SequenceOrder
 from shardplug.passes import PaddedPass, Pass, ReadyPass, SampledPass
+from shardplug.plan.cursor import Cursor
 from shardplug.plan.shard import Shard
 from shardplug.plan.split import ShardPlan, Tail
 from shardplug.samplers import (
     BatchSamplerShard,
     HasEpoch,
     OrderedSampler,
+    PermutedSampler,
     SeedableRandomSampler,
     epoch_parts,
     is_by_value,
     is_plain,
+    known_length,
     nested_samplers,
 )
 
@@ -71,8 +74,26 @@ class Feed(Protocol):
     def is_cut(self) -> bool:
         """Whether each rank's order is another one: its part of data that was cut before."""
 
-    def begin(self, consumed: int = 0, *, look: int = 0) -> tuple[Pass, list[Any]]:
+    @property
+    def unit(self) -> str:
+        """What positions count: "samples" or "batches"."""
+
+    @property
+    def kind(self) -> str:
+        """Name what makes the order: the class of a sampler, batch sampler or stream."""
+
+    @property
+    def num_positions(self) -> int | None:
+        """How far positions count in an epoch, in their unit; None if only a pass will tell."""
+
+    def begin(self, start: Cursor, *, look: int = 0) -> tuple[Pass, list[Any]]:
         """Start a pass; also returns the first items of the epoch's order, to compare."""
+
+    def count_steps(self, start: Cursor) -> int:
+        """Count the steps from a position to the end, or raise TypeError if that is not known."""
+
+    def for_all(self) -> Feed:
+        """Return a feed whose passes make the batches of all shards, step by step."""
 
     def epoch_parts(self) -> list[HasEpoch]:
         """List what has to be told the epoch."""
@@ -106,11 +127,13 @@ class IndexFeed:
         batches: Divides the batch sampler.
         is_ready: Whether each index stands for a batch that the data set has ready.
         cut: Tells of the parts, if the batch sampler yields this rank's part only.
+        is_for_all: Whether passes make the batches of all shards, step by step.
     """
 
     batches: BatchSamplerShard
     is_ready: bool = False
     cut: Cut | None = None
+    is_for_all: bool = False
 
     @property
     def is_cut(self) -> bool:
@@ -170,13 +193,47 @@ class IndexFeed:
         """Whether the order needs no comparing across ranks."""
         return self.batches.is_by_value
 
-    def begin(self, consumed: int = 0, *, look: int = 0) -> tuple[Pass, list[Any]]:
+    @property
+    def unit(self) -> str:
+        """What positions count: samples, or batches where those are dealt."""
+        return "samples" if self.batches.is_plain and not self.is_ready else "batches"
+
+    @property
+    def num_positions(self) -> int | None:
+        """How far positions count in an epoch: samples, or batches where those are dealt."""
+        batches = self.batches
+        return known_length(batches.sampler if batches.is_plain else batches.batch_sampler)
+
+    @property
+    def kind(self) -> str:
+        """Name the class of the sampler that makes the order."""
+        made_by = self.batches.sampler if self.batches.is_plain else self.batches.batch_sampler
+        return type(made_by).__name__
+
+    def begin(self, start: Cursor, *, look: int = 0) -> tuple[Pass, list[Any]]:
         """Start a pass; what samplers have to draw is drawn now."""
-        pass_, head = self.batches.begin(consumed, look=look)
+        pass_, head = self.batches.begin(
+            start.consumed, look=look, extra_rows=start.extra_rows, for_all=self.is_for_all
+        )
         num_real = None if self.cut is None else self.cut.num_real
         if num_real is not None and isinstance(pass_, SampledPass):
             pass_ = PaddedPass(pass_, num_real)
         return (ReadyPass(pass_) if self.is_ready else pass_), head
+
+    def count_steps(self, start: Cursor) -> int:
+        """Count the steps from a position to the end, or raise TypeError if that is not known."""
+        if start.extra_rows:
+            raise TypeError("The number of steps is not known where a batch is cut.")
+        return max(0, self.batches.count_steps(start.consumed) - start.steps)
+
+    def reseed(self, seed: int) -> None:
+        """Let a shuffle that follows the loader's seed follow another one."""
+        if isinstance(self.batches.sampler, SeedableRandomSampler):
+            self.batches.sampler.seed = seed
+
+    def for_all(self) -> IndexFeed:
+        """Return a feed whose passes make the batches of all shards, step by step."""
+        return replace(self, is_for_all=True)
 
     def epoch_parts(self) -> list[HasEpoch]:
         """List the batch sampler, and samplers inside it, that follow the epoch."""
@@ -184,6 +241,8 @@ class IndexFeed:
 
     def __len__(self) -> int:
         """Count the steps of a full pass, or raise TypeError if that is not known."""
+        if self.is_for_all:
+            return sum(self.batches.count_steps(shard=each) for each in self.shard.all())
         return len(self.batches)
 
 
@@ -228,6 +287,15 @@ def find_generator(loader: DataLoader[Any]) -> torch.Generator | None:
         if isinstance(generator, torch.Generator):
             return generator
     return None
+
+
+def find_seed(loader: DataLoader[Any]) -> int | None:
+    """Find the seed that the user chose for a loader's order: a sampler's, or a generator's."""
+    for sampler in (loader.sampler, *nested_samplers(loader.batch_sampler)):
+        if isinstance(sampler, (SeedableRandomSampler, PermutedSampler)):
+            return sampler.seed
+    generator = find_generator(loader)
+    return None if generator is None else generator.initial_seed()
 
 
 def follows_seed(batch_sampler: Any) -> bool:

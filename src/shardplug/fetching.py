@@ -7,23 +7,25 @@ workers they run in this process.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any, final
+from typing import Any, cast, final
 
 import torch
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from shardplug.feeds import Feed
-from shardplug.passes import StreamPass
+from shardplug.passes import Pass, Snapshot, StreamPass
 from shardplug.plan.cursor import Progress
-from shardplug.streams import StreamFeed
+from shardplug.plan.order import mix_seed
+from shardplug.streams import HasState, StreamFeed
 from shardplug.workers import (
     MapReader,
     MapTask,
     Message,
+    Record,
     Seeding,
     StartWorker,
     StreamReader,
@@ -46,7 +48,15 @@ def message_sizes(per_message: int, num_workers: int) -> Iterator[int]:
 
 @final
 class MapTasks:
-    """The index batches of the pass under way, as tasks for a `MapReader`."""
+    """The index batches of the pass under way, as tasks for a `MapReader`.
+
+    Args:
+        index_batches: Of the pass.
+        progress: Where the loader stands.
+        per_message: Most batches that one message carries.
+        num_workers: Workers of the loader.
+        has_positions: Whether readers have to know where the rows of a batch stand in the order.
+    """
 
     def __init__(
         self,
@@ -55,43 +65,74 @@ class MapTasks:
         *,
         per_message: int,
         num_workers: int,
+        has_positions: bool = False,
     ) -> None:
         self._index_batches = index_batches
         self._progress = progress
         self._per_message = per_message
         self._num_workers = num_workers
+        self._has_positions = has_positions
 
     def __iter__(self) -> Iterator[MapTask]:
         """Yield tasks; every pass begins anew."""
         run = self._progress.run
         assert run is not None  # a pass has begun
+        record = cast(Pass, run.record)
         # A generator: iterating anew, as islice does, starts some wrappers of samplers over.
         index_batches = (index for index in self._index_batches)
+        snapshots = deque(self._turned(run.start.snapshots, run.first_step))
+        step = 0
         for size in message_sizes(self._per_message, self._num_workers):
             chunk = list(islice(index_batches, size))
             if not chunk:
                 return
-            yield run.epoch, run.number, chunk
+            positions = None
+            if self._has_positions:
+                positions = [record.positions(at) for at in range(step, step + len(chunk))]
+            step += len(chunk)
+            snapshot = snapshots.popleft() if snapshots else None
+            yield MapTask(run.epoch, run.number, chunk, positions, snapshot)
+
+    def _turned(self, snapshots: Sequence[Snapshot], steps: int) -> list[Snapshot | None]:
+        """Bring the states of the workers in order: whose turn it is comes first."""
+        by_worker = {each.worker[0]: each for each in snapshots if each.worker is not None}
+        count = max(1, self._num_workers) if by_worker else 0
+        return [by_worker.get((steps + at) % count) for at in range(count)]
 
 
 @final
 class StreamTasks:
-    """The steps of the pass under way, without end, as tasks for a `StreamReader`."""
+    """The steps of the pass under way, without end, as tasks for a `StreamReader`.
 
-    def __init__(self, progress: Progress, *, per_message: int, num_workers: int) -> None:
+    Args:
+        progress: Where the loader stands.
+        per_message: Most steps that one message carries.
+        num_workers: Workers of the loader.
+        per_step: Batches of one step: one, or those of all shards.
+    """
+
+    def __init__(
+        self, progress: Progress, *, per_message: int, num_workers: int, per_step: int = 1
+    ) -> None:
         self._progress = progress
         self._per_message = per_message
         self._num_workers = num_workers
+        self._per_step = per_step
 
     def __iter__(self) -> Iterator[StreamTask]:
         """Yield tasks; every pass begins anew."""
         run = self._progress.run
         assert run is not None  # a pass has begun
         assert isinstance(run.record, StreamPass)
-        start = first = run.record.first_step
+        record = run.record
+        start = first = record.first_step
+        left = max(1, self._num_workers)
         for size in message_sizes(self._per_message, self._num_workers):
-            yield StreamTask(run.epoch, run.number, start, first, size)
-            first += size
+            count = size * self._per_step
+            snapshots = record.begins_with if left else ()
+            left -= left > 0
+            yield StreamTask(run.epoch, run.number, start, first, count, record.start, snapshots)
+            first += count
 
 
 @final
@@ -100,12 +141,12 @@ class Records:
     """What the readers of a stream tell about their batches.
 
     Attributes:
-        batches: For each batch that is to come: its rows, how many of them are real, and what is
-            consumed after it.
+        batches: For each batch that is to come: its rows, how many of them are real, what is
+            consumed after it, and a state of the source.
         splits_itself: Whether the data set divides itself among the workers.
     """
 
-    batches: deque[tuple[int, int, int]] = field(default_factory=deque)
+    batches: deque[Record] = field(default_factory=deque)
     splits_itself: bool = False
 
 
@@ -119,14 +160,26 @@ class Messages:
         readers: The loader whose data set is a reader; iterated anew by `_reset`.
         num_readers: Readers that take turns, at least 1.
         records: Where to put down what is told about a stream's batches.
+        progress: Where the loader stands.
+        per_step: Batches of one step: one, or those of all shards.
 
     Attributes:
         records: As given.
     """
 
-    def __init__(self, readers: DataLoader[Any], *, num_readers: int, records: Records) -> None:
+    def __init__(
+        self,
+        readers: DataLoader[Any],
+        *,
+        num_readers: int,
+        records: Records,
+        progress: Progress,
+        per_step: int = 1,
+    ) -> None:
         self._readers = readers
         self._num_readers = num_readers
+        self._progress = progress
+        self._per_step = per_step
         self.records = records
         self._reset()
 
@@ -138,6 +191,11 @@ class Messages:
         self._round: list[Message] = []
         self._failure: Any = None
         self._ends = 0
+        run = self._progress.run
+        record = None if run is None else run.record
+        first_step = record.first_step if isinstance(record, StreamPass) else 0
+        # Workers that split a stream take turns; the first is the one whose turn the step is.
+        self._turn = first_step // self._per_step % self._num_readers
 
     def __iter__(self) -> Iterator[Any]:
         """Return itself."""
@@ -169,20 +227,27 @@ class Messages:
         self._ends = self._ends + 1 if message.has_ended else 0
         self.records.splits_itself = message.splits_itself
         self._round.append(message)
-        # Workers that split a stream among them take turns, batch by batch: in one round each is
+        # Workers that split a stream among them take turns, step by step: in one round each is
         # asked for as many. Of other readers each continues where the one before it stopped.
         if message.splits_itself and len(self._round) < self._num_readers:
             return
-        round_ = [(each, each.unpacked()) for each in self._round]
+        turn = self._turn if message.splits_itself else 0
+        in_turn = [*self._round[turn:], *self._round[:turn]]
         self._round = []
-        for step in range(1 + max(len(batches) for _, batches in round_)):
+        round_ = [(each, each.unpacked()) for each in in_turn]
+        for step in range(1 + max(len(batches) for _, batches in round_) // self._per_step):
             for each, batches in round_:
-                if step < len(batches):
-                    self._batches.append(batches[step])
-                    self.records.batches.extend(each.records[step : step + 1])
-                elif step == len(batches) and each.failure is not None:
-                    self._failure = each.failure
+                if self._take_step(each, batches, step):
                     return
+
+    def _take_step(self, message: Message, batches: list[Any], step: int) -> bool:
+        """Take the batches of one step out of a message; tells whether it failed within it."""
+        start, stop = step * self._per_step, (step + 1) * self._per_step
+        self._batches.extend(batches[start:stop])
+        self.records.batches.extend(message.records[start:stop])
+        if message.failure is not None and start <= len(batches) < stop:
+            self._failure = message.failure
+        return self._failure is not None
 
     @property
     def torch_iterator(self) -> Any:
@@ -207,6 +272,7 @@ class Crew:
         seed: Of the loader.
         per_message: Most batches that one message carries.
         is_stateful: Whether readers run in torchdata's StatefulDataLoader.
+        seeds_samples: Whether readers seed before each sample.
     """
 
     inner: DataLoader[Any]
@@ -214,6 +280,7 @@ class Crew:
     seed: int
     per_message: int
     is_stateful: bool
+    seeds_samples: bool
 
     def start(
         self,
@@ -248,27 +315,54 @@ class Crew:
             prefetch_factor=self._prefetch(),
             persistent_workers=inner.persistent_workers,
         )
-        return Messages(readers, num_readers=max(1, inner.num_workers), records=records)
+        return Messages(
+            readers,
+            num_readers=max(1, inner.num_workers),
+            records=records,
+            progress=progress,
+            per_step=self._per_step,
+        )
+
+    @property
+    def _per_step(self) -> int:
+        """Batches of a step that readers of a stream make together."""
+        is_for_all = isinstance(self.feed, StreamFeed) and self.feed.is_for_all
+        return self.feed.shard.count if is_for_all else 1
 
     def _seeding(self) -> Seeding:
         """Say what readers draw from: where all read the same stream, all draw the same."""
-        is_shared = isinstance(self.feed, StreamFeed) and not self.feed.is_cut
-        return Seeding(self.seed, 0 if is_shared else self.feed.shard.index, is_shared)
+        feed, index = self.feed, self.feed.shard.index
+        is_shared = isinstance(feed, StreamFeed) and not feed.is_cut
+        for_samples = None
+        if self.seeds_samples:
+            # Positions in a part of its own are those of other ranks' parts too.
+            for_samples = mix_seed(self.seed, index) if feed.is_cut else self.seed
+        return Seeding(self.seed, 0 if is_shared else index, is_shared, for_samples)
 
     def _reader(self, seeding: Seeding) -> Any:
         inner, feed = self.inner, self.feed
         if isinstance(feed, StreamFeed):
             is_batched = feed.batch_size is not None
-            plan, split = feed.dealt, feed.worker_split
-            return StreamReader(feed.dataset, inner.collate_fn, is_batched, seeding, plan, split)
-        return MapReader(inner.dataset, inner.collate_fn, inner.batch_sampler is not None, seeding)
+            return StreamReader(
+                feed.dataset,
+                inner.collate_fn,
+                is_batched,
+                seeding,
+                feed.dealt,
+                feed.worker_split,
+                feed.shard.all() if feed.is_for_all else None,
+            )
+        is_batched = inner.batch_sampler is not None
+        keeps_state = self.is_stateful and isinstance(inner.dataset, HasState)
+        return MapReader(inner.dataset, inner.collate_fn, is_batched, seeding, keeps_state)
 
     def _tasks(self, progress: Progress) -> MapTasks | StreamTasks:
         counts = {"per_message": self.per_message, "num_workers": self.inner.num_workers}
         if isinstance(self.feed, StreamFeed):
-            return StreamTasks(progress, **counts)
+            return StreamTasks(progress, **counts, per_step=self._per_step)
         batches = self.inner.batch_sampler
-        return MapTasks(self.inner.sampler if batches is None else batches, progress, **counts)
+        index_batches = self.inner.sampler if batches is None else batches
+        return MapTasks(index_batches, progress, **counts, has_positions=self.seeds_samples)
 
     def _prefetch(self) -> int | None:
         """Say how many messages each worker has in flight: as many batches as without packing."""

@@ -1,41 +1,37 @@
-"""`DataLoaderShard`: a DataLoader that reads its shard of every epoch and knows where it stands.
+"""`DataLoaderShard`: a loader that reads its shard of every epoch.
 
-It keeps the loader that really iterates, a clone of the user's with our batch sampler in it, and
-adds what a pass needs around it: the agreement of the ranks, the epoch, the record of real rows,
-the move to the device. The batches themselves are torch's business.
+A pass begins with the agreement of the ranks; its batches are made by the clone of the user's
+loader, recorded and moved to the device. The batches themselves are torch's business.
 """
 
 from __future__ import annotations
 
 import copy
-import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import chain, islice
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from shardplug import rng
 from shardplug.comm import Comm, agree_on
-from shardplug.comm_torch import current_comm
 from shardplug.credit import Arrival, in_step, mark_last
 from shardplug.devices import move_batches
-from shardplug.epochs import Epochs, PassBatches
-from shardplug.errors import PlanError
-from shardplug.feeds import Feed, IndexFeed, find_generator, seeded
+from shardplug.errors import PlanError, StateError
+from shardplug.feeds import Feed, IndexFeed, find_seed, seeded
 from shardplug.fetching import Crew, Messages, Records
-from shardplug.passes import Pass, ReadyPass, SampledPass, StreamPass
-from shardplug.plan.cursor import Progress, Run
+from shardplug.passes import EmptyPass, Pass, ReadyPass, StreamPass
+from shardplug.plan.cursor import Cursor, Run
 from shardplug.plan.order import worker_seed
 from shardplug.plan.shard import Shard
-from shardplug.plan.split import ShardPlan, Split, Tail
+from shardplug.plan.split import Split, Tail
+from shardplug.prepared import PreparedLoader, Settings, check_count
 from shardplug.rows import count_rows
-from shardplug.samplers import BatchSamplerShard, HasEpoch
-from shardplug.streams import StreamFeed
+from shardplug.samplers import BatchSamplerShard
+from shardplug.streams import HasState, StreamFeed
 from shardplug.worker_info import check_worker_split
 
 _LOOK = 4096
@@ -53,39 +49,7 @@ _PASS_FACTS: dict[str, str | None] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """What a loader does besides dividing the data.
-
-    Attributes:
-        seed: Of orders and workers, equal on all ranks.
-        device: Where batches are moved, None to leave them.
-        non_blocking: Whether moving may overlap with what comes after.
-        rng_types: Generators made equal to rank 0's at the start of each pass.
-        generator: The one that ``"generator"`` means.
-        skip_batches: Steps left out at the start of each pass.
-        is_stateful: Whether readers run in torchdata's StatefulDataLoader.
-        per_message: Most batches that one message from a worker carries.
-        is_divided: Whether ranks share the data, so that they have to agree on each pass.
-        is_simulation: Whether the shard is not this process's own, so that there is nobody to
-            agree with.
-        comm: The ranks; None: those of the process at the time.
-    """
-
-    seed: int
-    device: torch.device | None = None
-    non_blocking: bool = False
-    rng_types: tuple[str, ...] = ()
-    generator: torch.Generator | None = None
-    skip_batches: int = 0
-    is_stateful: bool = False
-    per_message: int = 1
-    is_divided: bool = True
-    is_simulation: bool = False
-    comm: Comm | None = None
-
-
-class DataLoaderShard(DataLoader[Any]):
+class DataLoaderShard(PreparedLoader):
     """A DataLoader whose passes are those of one shard, epoch by epoch.
 
     Built directly it cuts nothing: it delivers the loader that it is given the arguments of, a
@@ -93,7 +57,8 @@ class DataLoaderShard(DataLoader[Any]):
     ``rng_types`` needs. `prepare_data_loader` makes one that reads a shard. Nothing is decided
     before the first ``next``; the epoch moves on at each pass, also after one that was left early.
 
-    Reads and writes of a loader's attributes reach the loader that iterates.
+    Reads and writes of a loader's attributes reach the loader that iterates. `state_dict` tells
+    where it stands, and `load_state_dict` goes on from there on any number of ranks.
 
     Collective: each pass of a loader that is divided begins with one small message between the
     ranks, which compares epoch, position and seed.
@@ -106,6 +71,9 @@ class DataLoaderShard(DataLoader[Any]):
         synchronized_generator: The one that "generator" means.
         skip_batches: Steps left out at the start of each pass, zero or more.
         non_blocking: Whether moves may overlap with what comes after.
+        batches_per_message: Most batches that one message from a worker carries, at least 1.
+        worker_split: Who divides a stream among workers; see `prepare_data_loader`.
+        seed_samples: Seed before each sample, by its position; see `prepare_data_loader`.
         comm: The ranks; None: those of the process.
         dataloader_kwargs: As for DataLoader.
 
@@ -113,17 +81,6 @@ class DataLoaderShard(DataLoader[Any]):
         PlanError: If an argument does not fit.
         CommError: At the start of a pass, if ranks disagree or another rank failed.
     """
-
-    _inner: DataLoader[Any]
-    _feed: Feed
-    _settings: Settings
-    _epochs: Epochs
-    _batches: PassBatches
-    _skip_once: int
-    _began: int
-    _OWN: ClassVar[frozenset[str]] = frozenset(
-        {"_inner", "_feed", "_settings", "_epochs", "_batches", "_skip_once", "_began"}
-    )
 
     def __init__(  # noqa: PLR0917  # these names and their order are Accelerate's
         self,
@@ -137,13 +94,15 @@ class DataLoaderShard(DataLoader[Any]):
         non_blocking: bool = False,
         batches_per_message: int = 1,
         worker_split: str = "auto",
+        seed_samples: bool = False,
         comm: Comm | None = None,
         **dataloader_kwargs: Any,
     ) -> None:
         loader: DataLoader[Any] = DataLoader(dataset, **dataloader_kwargs)
-        shuffles = find_generator(loader)
+        chosen = find_seed(loader)
         settings = Settings(
-            seed=rng.draw_seed() if shuffles is None else rng.signed_seed(shuffles.initial_seed()),
+            seed=rng.draw_seed() if chosen is None else rng.signed_seed(chosen),
+            is_seed_pinned=chosen is not None,
             device=None if device is None else torch.device(device),
             non_blocking=non_blocking,
             rng_types=rng.check_rng_types(rng_types),
@@ -151,6 +110,7 @@ class DataLoaderShard(DataLoader[Any]):
             skip_batches=check_count("skip_batches", skip_batches, least=0),
             is_stateful=use_stateful_dataloader,
             per_message=check_count("batches_per_message", batches_per_message, least=1),
+            seeds_samples=seed_samples,
             is_divided=False,
             comm=comm,
         )
@@ -169,285 +129,7 @@ class DataLoaderShard(DataLoader[Any]):
         made._adopt(loader, feed, settings)  # noqa: SLF001  # an object of this class
         return made
 
-    def _adopt(self, loader: DataLoader[Any], feed: Feed, settings: Settings) -> None:
-        if loader.num_workers > 0 and not loader.in_order:
-            raise PlanError(
-                "`in_order` must be True for ranks to know which batch they are at, got False. "
-                "Leave it out."
-            )
-        parts = feed.epoch_parts()
-        if isinstance(loader.dataset, HasEpoch) and not any(p is loader.dataset for p in parts):
-            parts.append(loader.dataset)
-        epochs = Epochs(Progress(), parts)
-        sampler = feed.batches.sampler if isinstance(feed, IndexFeed) else loader.sampler
-        batches = PassBatches(feed, sampler, epochs)
-        inner = copy.copy(loader)
-        # A DataLoader refuses to have these set; a clone that has not iterated may take them.
-        inner.__dict__.update(sampler=batches.sampler, _iterator=None)
-        if loader.batch_sampler is not None:
-            inner.__dict__["batch_sampler"] = batches
-        elif isinstance(feed, IndexFeed):
-            inner.__dict__["sampler"] = batches
-        own = {"_inner": inner, "_feed": feed, "_settings": settings, "_epochs": epochs}
-        for name, value in {**own, "_batches": batches, "_skip_once": 0, "_began": 0}.items():
-            object.__setattr__(self, name, value)
-
-    # -- what torch's loader has -------------------------------------------------------------
-
-    def __getattr__(self, name: str) -> Any:
-        """Look an attribute up in the loader that iterates."""
-        if name in DataLoaderShard._OWN:
-            raise AttributeError(name)
-        return getattr(self._inner, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute of the loader that iterates."""
-        if name in DataLoaderShard._OWN:
-            object.__setattr__(self, name, value)
-        else:
-            setattr(self._inner, name, value)
-
-    def __delattr__(self, name: str) -> None:
-        """Delete an attribute of the loader that iterates."""
-        delattr(self._inner, name)
-
-    def __len__(self) -> int:
-        """Count the batches of a full pass on this rank, or raise TypeError on every rank.
-
-        A loader from `skip_first_batches` answers for its next pass.
-        """
-        return max(0, len(self._feed) - self._settings.skip_batches - self._skip_once)
-
-    @property
-    def _iterator(self) -> Any:  # type: ignore[override]  # set through __setattr__
-        """The iterator that torch's loader keeps while its workers are kept."""
-        kept = self._kept_iterator()
-        return kept.torch_iterator if isinstance(kept, Messages) else kept
-
-    def _kept_iterator(self) -> Any:
-        return self._inner.__dict__["_iterator"]
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Leave out what belongs to a pass under way: its iterator, its workers."""
-        inner = copy.copy(self._inner)
-        inner.__dict__["_iterator"] = None
-        return {**self.__dict__, "_inner": inner}
-
-    # -- where it stands ---------------------------------------------------------------------
-
-    @property
-    def epoch(self) -> int:
-        """The epoch of the pass under way (or left early), else of the next pass."""
-        return self._epochs.progress.cursor.epoch
-
-    @property
-    def shard(self) -> Shard:
-        """Which part of the data this loader reads, of how many."""
-        return self._feed.shard
-
-    @property
-    def plan(self) -> ShardPlan:
-        """The plan of a full epoch; ``num_samples`` is None where the length is not known."""
-        return self._feed.plan
-
-    @property
-    def end_of_dataloader(self) -> bool:
-        """Whether the batch that is out is the last of its pass."""
-        run = self._epochs.progress.run
-        return run is not None and run.step > 0 and run.step == run.record.num_steps
-
-    @property
-    def pass_number(self) -> int:
-        """The place of the pass under way among all of this process's, 0 if none is.
-
-        A pass that began later, inside the loop over another, has a higher one.
-        """
-        run = self._epochs.progress.run
-        is_under_way = run is not None and run.step > 0 and not run.was_left
-        return self._began if is_under_way else 0
-
-    @property
-    def step(self) -> int:
-        """The step of the pass under way whose batch is out, from zero; -1 if none is."""
-        run = self._epochs.progress.run
-        return -1 if run is None else run.step - 1
-
-    @property
-    def num_steps(self) -> int | None:
-        """Steps of the pass under way; None while that is not known, or if none is."""
-        run = self._epochs.progress.run
-        return None if run is None else run.record.num_steps
-
-    def real_rows(self, start: int, stop: int) -> int | None:
-        """Count the real rows that all ranks have in some steps of the pass under way.
-
-        Args:
-            start: The first step.
-            stop: The step after the last.
-
-        Returns:
-            Rows; None if the loader's batches have no declared size. Of a stream whose end is not
-            known they are counted as full.
-        """
-        run, size = self._epochs.progress.run, self.total_batch_size
-        if run is None or size is None or (isinstance(self._feed, IndexFeed) and self._feed.is_cut):
-            return None
-        plan, offset = self._feed.plan, 0
-        if isinstance(run.record, SampledPass):
-            plan = run.record.plan
-        elif isinstance(run.record, StreamPass):
-            offset = run.record.first_step
-        if plan.num_samples is None:
-            return size * (stop - start)
-        first, last = (min(step + offset, plan.num_steps) for step in (start, stop))
-        return plan.cursor(last) - plan.cursor(first)
-
-    @property
-    def valid_rows(self) -> int:
-        """Real rows of the batch that is out; they come first. 0 when no batch is out."""
-        run = self._epochs.progress.run
-        return run.record.valid_rows(run.step - 1) if run is not None and run.step else 0
-
-    @property
-    def num_rows(self) -> int:
-        """Rows of the batch that is out, padding included. 0 when no batch is out."""
-        run = self._epochs.progress.run
-        return run.record.num_rows(run.step - 1) if run is not None and run.step else 0
-
-    @property
-    def tail(self) -> Tail:
-        """What happens where an epoch does not divide evenly."""
-        return self._feed.tail
-
-    @property
-    def is_in_step(self) -> bool | None:
-        """Whether all ranks take the same number of steps in a pass; None if only they can tell."""
-        plan, feed = self._feed.plan, self._feed
-        if feed.is_cut and isinstance(feed, IndexFeed):
-            return None
-        if self.shard.count == 1 or self.tail is not Tail.UNEVEN:
-            return True
-        if feed.is_cut or plan.num_samples is None:
-            return False
-        shards = (Shard(0, plan.shard.count), Shard(plan.shard.count - 1, plan.shard.count))
-        first, last = (plan.seek(0, shard=shard).num_steps for shard in shards)
-        return first == last
-
-    @property
-    def is_simulation(self) -> bool:
-        """Whether the shard is not this process's own, so that there is nobody to agree with."""
-        return self._settings.is_simulation
-
-    @property
-    def comm(self) -> Comm:
-        """The ranks that share the data."""
-        return self._settings.comm or current_comm()
-
-    @property
-    def remainder(self) -> int:
-        """Real rows of a pass's last step over all ranks if that is not full, else -1.
-
-        Known for loaders of known length; -1 for others.
-        """
-        feed = self._feed
-        if isinstance(feed, IndexFeed):
-            return feed.remainder
-        return -1 if feed.plan.num_samples is None else feed.plan.remainder
-
-    @property
-    def total_batch_size(self) -> int | None:
-        """Rows of a full step over all ranks; None if batches have no declared size."""
-        return self._feed.global_batch_size
-
-    @property
-    def total_dataset_length(self) -> int | None:
-        """Samples in the epoch's order, of all ranks together; None if that is not known."""
-        return self._feed.num_samples
-
-    @property
-    def remaining_steps(self) -> int:
-        """Steps that are left of the pass under way, or of the next one if none is.
-
-        Raises:
-            TypeError: If that is not known.
-        """
-        run, consumed = self._epochs.progress.current, self._epochs.progress.upcoming.consumed
-        if run is None and consumed:
-            return max(0, self._feed.plan.seek(consumed).num_steps - self._skip_once)
-        if run is None:
-            return len(self)
-        if run.record.num_steps is None:
-            raise TypeError("The number of steps is not known before the end of the pass.")
-        return run.record.num_steps - run.step
-
-    def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch of the next pass, and tell samplers and data set.
-
-        Args:
-            epoch: Zero or more, the same on all ranks.
-
-        Raises:
-            PlanError: If ``epoch`` is negative.
-        """
-        self._epochs.set_epoch(epoch)
-
-    def skipping(self, steps: int) -> DataLoaderShard:
-        """Return a loader like this one whose next pass starts after some steps.
-
-        Args:
-            steps: Steps of this loader to leave out, zero or more; later passes are full.
-        """
-        made = DataLoaderShard.over(self._inner, self._feed, self._settings)
-        start = self._epochs.progress.upcoming
-        made._epochs.progress.jump(start)  # noqa: SLF001  # an object of this class
-        made._skip_once = self._skip_once + steps  # noqa: SLF001  # the same
-        return made
-
-    def wrap_batch_sampler(self, wrap: Callable[[Any], BatchSampler]) -> None:
-        """Put a wrapper of the caller's around the batch sampler that the loader iterates.
-
-        Args:
-            wrap: Takes the batch sampler, returns one that yields each of its batches once, in
-                order.
-        """
-        self._inner.__dict__["batch_sampler"] = wrap(self._inner.batch_sampler)
-
     # -- passes ------------------------------------------------------------------------------
-
-    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        """Start a pass at its first ``next``.
-
-        Collective: the first ``next`` is, on a loader that is divided among ranks. Where ranks read
-        parts of a stream that may end at different steps, some later ones are too.
-        """
-        pass_ = self._agree_on_pass()
-        run = self._epochs.progress.begin(pass_)
-        self._began = time.monotonic_ns()
-        try:
-            step = 0
-            for batch in self._fetch(pass_, run):
-                if step == pass_.num_steps and not isinstance(pass_, StreamPass):
-                    raise self._wrong_count("more", pass_)
-                step += 1
-                run.step = step
-                yield batch
-            if step != pass_.num_steps:
-                raise self._wrong_count(str(step), pass_)
-            self._epochs.progress.finish(run)
-        finally:
-            run.was_left = True
-
-    def _wrong_count(self, found: str, pass_: Pass) -> PlanError:
-        return PlanError(
-            f"`dataloader` must yield one batch per batch of its sampler, got {found} for "
-            f"{pass_.num_steps} from {type(self._inner).__name__}.__iter__."
-        )
-
-    def _partners(self) -> Comm | None:
-        """Return the ranks that this loader has to agree with; None if there are none."""
-        if self._settings.is_simulation or not self._settings.is_divided:
-            return None
-        return self.comm if self.comm.world_size > 1 else None
 
     def _kinds_to_sync(self) -> list[str]:
         """List the generators to be made equal; orders by value need none of their sampler."""
@@ -457,44 +139,84 @@ class DataLoaderShard(DataLoader[Any]):
             return [kind for kind in settings.rng_types if kind != "generator"]
         return list(settings.rng_types)
 
-    def _agree_on_pass(self) -> Pass:
+    def _agree_on_pass(self) -> tuple[Pass, tuple[int, int] | None]:
         """Begin the upcoming pass, and make sure that all ranks begin the same."""
-        settings, feed, cursor = self._settings, self._feed, self._epochs.progress.upcoming
-        skipped = (0 if cursor.consumed else settings.skip_batches) + self._skip_once
+        settings, feed, start = self._settings, self._feed, self._epochs.progress.upcoming
+        skipped = self._steps_to_skip(start)
         comm = self._partners()
-        look = 0 if comm is None or feed.is_by_value or feed.is_cut else _LOOK
+        look = self._items_to_look_at(start, comm)
         if not settings.is_simulation:
             rng.synchronize(self._kinds_to_sync(), self.comm, generator=settings.generator)
 
-        def begin() -> tuple[Pass, tuple[int, ...]]:
-            self._epochs.tell(cursor.epoch)
-            pass_, head = feed.begin(cursor.consumed, look=look)
-            if skipped:
+        def begin() -> tuple[tuple[Pass, tuple[int, int] | None], tuple[int, ...]]:
+            self._epochs.tell(start.epoch)
+            pass_, head = feed.begin(start, look=look)
+            order = (len(head), _checksum(head)) if look else None
+            self._check_order(start, head)
+            if start.is_done:
+                pass_ = EmptyPass(start.consumed, start.extra_rows)
+            elif skipped:
                 pass_ = pass_.after(skipped)
-            print_ = zlib.crc32(repr(head).encode()) if look else 0
-            position = 0 if feed.is_cut else cursor.consumed + skipped
+            position = 0 if feed.is_cut else start.consumed + skipped
             is_even = not feed.is_cut and feed.tail is not Tail.UNEVEN
             steps = -1 if pass_.num_steps is None or not is_even else pass_.num_steps
-            return pass_, (cursor.epoch, position, settings.seed, steps, print_)
+            print_ = 0 if order is None or feed.is_cut else order[1]
+            return (pass_, order), (start.epoch, position, settings.seed, steps, print_)
 
         if comm is None:
-            pass_ = begin()[0]
-        else:
-            subject = f"the loader over {self._batches.name}"
-            pass_ = agree_on(comm, begin, subject=subject, facts=_PASS_FACTS)[0]
-        self._skip_once = 0
-        return pass_
+            return begin()[0]
+        subject = f"the loader over {self._batches.name}"
+        return agree_on(comm, begin, subject=subject, facts=_PASS_FACTS)[0]
+
+    def _items_to_look_at(self, start: Cursor, comm: Comm | None) -> int:
+        """Say how much of the start of an order is compared, across ranks and with a state."""
+        feed = self._feed
+        if feed.is_by_value:
+            return 0
+        # Alone only what the first batch needs anyway: a sampler may be at work while it is walked.
+        batches = feed.batches if isinstance(feed, IndexFeed) else None
+        first = (batches.batch_size or 1) if batches is not None and batches.is_plain else 1
+        look = first if comm is None or feed.is_cut else _LOOK
+        return look if start.order is None else max(look, start.order[0])
+
+    def _check_order(self, start: Cursor, head: Sequence[Any]) -> None:
+        """Make sure that an epoch that goes on from a state has the order that it had."""
+        if start.order is None or _checksum(head[: start.order[0]]) == start.order[1]:
+            return
+        raise StateError(
+            f"`sampler` must draw the order that it drew when the state was saved, got another one "
+            f"from {self._batches.name} for epoch {start.epoch}. Let it follow set_epoch(), or "
+            "seed its generator."
+        )
 
     def _fetch(self, pass_: Pass, run: Run) -> Iterator[Any]:
         """Get the batches of a pass, and see to them."""
+        if isinstance(pass_, EmptyPass):
+            return iter(())
         if isinstance(pass_, StreamPass):
             return self._recorded(self._in_step(self._arrivals(pass_, run)), pass_)
-        made, _ = self._start(pass_, run)
+        made, records = self._start(pass_, run)
+        if self._keeps_source_state:
+            made = self._with_states(made, records)
         if isinstance(pass_, ReadyPass):
             made = _counted(made, pass_)
         if pass_.num_steps is None:
             made = _one_held_back(made)
         return self._moved(made)
+
+    @property
+    def _keeps_source_state(self) -> bool:
+        """Whether a data set that is looked up by index has states, told batch by batch."""
+        return self._settings.is_stateful and isinstance(self._inner.dataset, HasState)
+
+    def _with_states(self, batches: Iterator[Any], records: Records) -> Iterator[Any]:
+        """Note the state of the data set after each batch."""
+        for steps, batch in enumerate(batches, start=1):
+            snapshot = records.batches.popleft()[3]
+            assert snapshot is not None  # its reader has told it
+            self._source.settle(steps - self._keeps_steps - 3)  # what is held back or on its way
+            self._source.add(steps, snapshot)
+            yield batch
 
     def _start(self, pass_: Pass, run: Run) -> tuple[Iterator[Any], Records]:
         """Let the user's own ``__iter__`` make the batches of a pass; returns their records too."""
@@ -526,12 +248,18 @@ class DataLoaderShard(DataLoader[Any]):
         """
         batches, records = self._start(pass_, run)
         if records.splits_itself:
-            pass_.forget_length()
+            if run.start.consumed:
+                raise StateError(
+                    "`steps` of the state must be there where workers split a stream themselves, "
+                    'got None. Use no workers, or worker_split="shardplug".'
+                )
+            pass_.split_itself()
         made = records.batches
         for batch in batches:
             if len(made) == 0:
                 raise self._not_one_by_one("more")
-            yield Arrival(batch, *made.popleft())
+            num_rows, valid_rows, consumed, snapshot = made.popleft()
+            yield Arrival(batch, num_rows, valid_rows, consumed, snapshot=snapshot)
         if made:
             raise self._not_one_by_one("fewer")
 
@@ -564,6 +292,7 @@ class DataLoaderShard(DataLoader[Any]):
                 arrival.valid_rows,
                 arrival.consumed,
                 is_last=arrival.is_last,
+                snapshot=arrival.snapshot,
             )
             yield arrival.batch
         pass_.end()
@@ -574,13 +303,25 @@ class DataLoaderShard(DataLoader[Any]):
         # What torch draws from to start a pass, so that no generator of the process moves.
         seed = worker_seed(settings.seed, epoch, rank=feed.shard.index, worker=0)
         generator = torch.Generator().manual_seed(seed)
-        if isinstance(feed, StreamFeed) or inner.num_workers or settings.is_stateful:
-            crew = Crew(inner, feed, settings.seed, settings.per_message, settings.is_stateful)
+        is_plain = not (inner.num_workers or settings.is_stateful or settings.seeds_samples)
+        if isinstance(feed, StreamFeed) or not is_plain:
+            crew = Crew(
+                inner,
+                feed,
+                seed=settings.seed,
+                per_message=settings.per_message,
+                is_stateful=settings.is_stateful,
+                seeds_samples=settings.seeds_samples,
+            )
             return crew.start(epoch, generator, self._epochs.progress, records)
         opened = copy.copy(inner)
         opened.__dict__.pop("_get_iterator")
         opened.__dict__["generator"] = generator
         return opened._get_iterator()  # noqa: SLF001  # what DataLoader.__iter__ would call
+
+
+def _checksum(head: Sequence[Any]) -> int:
+    return zlib.crc32(repr(list(head)).encode())
 
 
 def _counted(batches: Iterator[Any], pass_: ReadyPass) -> Iterator[Any]:
@@ -626,14 +367,3 @@ def whole_feed(loader: DataLoader[Any], worker_split: str = "auto") -> Feed:
     if getattr(loader.batch_sampler, "drop_last", False):
         tail = Tail.DROP
     return IndexFeed(BatchSamplerShard(loader.batch_sampler, tail=tail))
-
-
-def check_count(name: str, count: int, *, least: int) -> int:
-    """Check a number of things.
-
-    Raises:
-        PlanError: If it is too small.
-    """
-    if count < least:
-        raise PlanError(f"`{name}` must be at least {least}, got {count}.")
-    return count

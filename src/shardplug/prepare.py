@@ -22,12 +22,14 @@ from shardplug.feeds import (
     IndexFeed,
     find_cut,
     find_generator,
+    find_seed,
     follows_seed,
     seeded,
 )
-from shardplug.loader import DataLoaderShard, Settings, check_count, whole_feed
+from shardplug.loader import DataLoaderShard, whole_feed
 from shardplug.plan.shard import Shard, shard_on_mesh
 from shardplug.plan.split import Split, Tail
+from shardplug.prepared import PreparedLoader, Settings, check_count
 from shardplug.rng import check_rng_types, draw_seed, signed_seed
 from shardplug.samplers import (
     BatchSamplerShard,
@@ -76,8 +78,9 @@ def prepare_data_loader(  # noqa: PLR0917  # these names and their order are Acc
     data_axes: Sequence[str] | None = None,
     worker_split: str = "auto",
     batches_per_message: int = 1,
+    seed_samples: bool = False,
     comm: Comm | None = None,
-) -> DataLoaderShard:
+) -> PreparedLoader:
     """Make a loader whose batches on each rank are that rank's part of every epoch.
 
     The user's loader is cloned, never changed or rebuilt: its data set, collate function, worker
@@ -124,6 +127,10 @@ def prepare_data_loader(  # noqa: PLR0917  # these names and their order are Acc
         worker_split: Who divides a stream among workers: "shardplug", "dataset" (by
             ``get_worker_info()``), or "auto" to find out by watching.
         batches_per_message: Most batches that one message from a worker carries, at least 1.
+        seed_samples: Seed the CPU generators of torch, numpy and python before each sample, from
+            (seed, epoch, position): what the data set draws, in ``__getitem__`` or in iterating, is
+            then the same on any number of ranks and workers, and after a resume. Items are read one
+            by one. Without workers the generators of the process get their states back.
         comm: The ranks; None: those of this process.
 
     Returns:
@@ -133,7 +140,7 @@ def prepare_data_loader(  # noqa: PLR0917  # these names and their order are Acc
         PlanError: If an argument does not fit; before any data is read.
         CommError: If ranks were given different loaders, or another rank failed.
     """
-    if isinstance(dataloader, DataLoaderShard):
+    if isinstance(dataloader, PreparedLoader):
         return dataloader
     if dispatch_batches:
         raise PlanError(
@@ -151,7 +158,7 @@ def prepare_data_loader(  # noqa: PLR0917  # these names and their order are Acc
 
     def prepare() -> tuple[tuple[Feed, Settings], Sequence[int]]:
         loader = _check_loader(dataloader, is_plain=use_stateful_dataloader)
-        seed = _choose_seed(
+        seed, is_pinned = _choose_seed(
             loader, data_seed if use_seedable_sampler else None, use_seedable_sampler
         )
         feed = make_feed(
@@ -167,12 +174,14 @@ def prepare_data_loader(  # noqa: PLR0917  # these names and their order are Acc
         )
         settings = Settings(
             seed=seed,
+            is_seed_pinned=is_pinned,
             device=_choose_device(device) if put_on_device else None,
             non_blocking=non_blocking,
             rng_types=check_rng_types(rng_types),
             generator=find_generator(loader),
             is_stateful=use_stateful_dataloader or isinstance(loader, StatefulDataLoader),
             per_message=check_count("batches_per_message", batches_per_message, least=1),
+            seeds_samples=seed_samples,
             is_simulation=is_simulation,
             comm=comm,
         )
@@ -213,7 +222,7 @@ def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> Dat
     """
     loader = _check_loader(dataloader, is_plain=False)
     check_count("num_batches", num_batches, least=0)
-    if isinstance(loader, DataLoaderShard):
+    if isinstance(loader, PreparedLoader):
         return loader.skipping(num_batches)
     if isinstance(loader.dataset, IterableDataset):
         settings = Settings(seed=draw_seed(), is_simulation=True)
@@ -378,16 +387,17 @@ def _warn_of_no_effect(
         )
 
 
-def _choose_seed(loader: DataLoader[Any], data_seed: int | None, use_seedable: bool) -> int:
-    """Choose this rank's seed, as a signed 64-bit number; rank 0's is the one that counts."""
-    generator = find_generator(loader)
-    if data_seed is not None:
-        seed = data_seed
-    elif generator is not None:
-        seed = generator.initial_seed()
-    else:
-        seed = torch.initial_seed() if use_seedable else draw_seed()
-    return signed_seed(seed)
+def _choose_seed(
+    loader: DataLoader[Any], data_seed: int | None, use_seedable: bool
+) -> tuple[int, bool]:
+    """Choose this rank's seed, as a signed 64-bit number; rank 0's is the one that counts.
+
+    Also tells whether it is the user's choice, so that no state may bring another one.
+    """
+    chosen = find_seed(loader) if data_seed is None else data_seed
+    if chosen is not None:
+        return signed_seed(chosen), True
+    return signed_seed(torch.initial_seed() if use_seedable else draw_seed()), False
 
 
 def _choose_device(device: torch.device | str | int | None) -> torch.device:

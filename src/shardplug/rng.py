@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -39,6 +40,23 @@ def seed_cpu(seed: int) -> None:
     torch.default_generator.manual_seed(seed)
     if np is not None:
         np.random.seed(seed & 0xFFFFFFFF)  # the global one is what users draw from
+
+
+@contextmanager
+def preserved_cpu() -> Iterator[None]:
+    """Give the CPU generators of torch, numpy and python their states back afterwards."""
+    states = capture(_cpu_kinds())
+    try:
+        yield
+    finally:
+        restore(states)
+
+
+def _cpu_kinds() -> list[str]:
+    kinds = ["python", "torch"]
+    if np is not None:
+        kinds.append("numpy")
+    return kinds
 
 
 def seed_all(seed: int) -> None:
@@ -133,10 +151,7 @@ def capture_process() -> dict[str, Any]:
     Returns:
         What `restore_process` puts back.
     """
-    kinds = ["python", "torch"]
-    if np is not None:
-        kinds.append("numpy")
-    states = capture(kinds)
+    states = capture(_cpu_kinds())
     module = _accelerator_module()
     if module is not None:
         read_all = getattr(module, "get_rng_state_all", None)

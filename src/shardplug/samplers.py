@@ -32,10 +32,10 @@ from shardplug.orders import (
     SequentialOrder,
     random_order,
 )
-from shardplug.passes import Pass, SampledPass, WalkedPass
+from shardplug.passes import Pass, RoundsPass, SampledPass, WalkedPass
 from shardplug.permutation import TensorPermutation
 from shardplug.plan.batches import deal_batches, keep_batch
-from shardplug.plan.deal import Part, deal
+from shardplug.plan.deal import deal
 from shardplug.plan.order import epoch_seed, order_key
 from shardplug.plan.shard import Shard
 from shardplug.plan.split import ShardPlan, Split, Tail
@@ -374,50 +374,74 @@ class BatchSamplerShard(BatchSampler):
         size = cast(int, self._declared_size)
         return ShardPlan(num_samples, size, self.shard, split=self._split, tail=self.tail)
 
-    def begin(self, consumed: int = 0, *, look: int = 0) -> tuple[Pass, list[Any]]:
+    def begin(
+        self,
+        consumed: int = 0,
+        *,
+        look: int = 0,
+        extra_rows: int = 0,
+        for_all: bool = False,
+    ) -> tuple[Pass, list[Any]]:
         """Start a pass: what the sampler inside has to draw is drawn now.
 
         Args:
-            consumed: Samples of the epoch that are done.
+            consumed: Samples of the epoch that are done; batches, where those are dealt.
             look: How many items from the start of the epoch's order are wanted.
+            extra_rows: Where batches are dealt: rows of the next one that are done too.
+            for_all: Make the batches of all shards, step by step.
 
         Returns:
             The pass, and the first ``look`` sample ids (or batches, if those are dealt).
         """
         if not self.is_plain:
-            return self._begin_batches(look)
+            return self._begin_batches(consumed, extra_rows, look, for_all)
         drawn = draw_order(self.sampler)
         if drawn is not None:
             order, on_exhausted = drawn
             plan = self._plan(len(order)).seek(consumed)
             head = order.take(range(min(look, len(order))))
-            return SampledPass(order, plan, on_exhausted=on_exhausted), head
+            kind = RoundsPass if for_all else SampledPass
+            return kind(order, plan, on_exhausted=on_exhausted), head
         plan = self._plan(None).seek(consumed)
         source = iter(self.sampler)
         head = list(islice(source, max(look, plan.global_batch_size if consumed else 0)))
         items = islice(chain(head, source), consumed, None)
-        parts = deal(items, plan, head=head[: plan.global_batch_size] if consumed else ())
-        sized = self.plan
-        steps = None if sized.num_samples is None else sized.seek(consumed).num_steps
-        walked = WalkedPass(parts, start=consumed, num_steps=steps, name="sampler")
-        return walked, head[:look]
+        first_window = head[: plan.global_batch_size] if consumed else ()
+        shards = self.shard.all() if for_all else None
+        parts = deal(items, plan, head=first_window, shards=shards)
+        steps = self._known_steps(consumed, for_all=for_all)
+        return WalkedPass(parts, start=consumed, num_steps=steps, name="sampler"), head[:look]
 
-    def _begin_batches(self, look: int) -> tuple[Pass, list[Any]]:
+    def _begin_batches(
+        self, consumed: int, extra_rows: int, look: int, for_all: bool
+    ) -> tuple[Pass, list[Any]]:
         # Asked before the walk begins: the length of a `SkipBatchSampler` is that of its next pass.
-        steps = known_length(self)
+        steps = None if extra_rows else self._known_steps(consumed, for_all=for_all)
         source = iter(self.batch_sampler)
         head = [keep_batch(batch) for batch in islice(source, look)]
-        parts = self._parts(chain(head, source))
-        return WalkedPass(parts, start=0, num_steps=steps, name="batch_sampler"), head
-
-    def _parts(self, batches: Iterable[Any]) -> Iterator[Part[Any]]:
-        return deal_batches(
-            batches,
+        parts = deal_batches(
+            chain(head, source),
             batch_size=self._declared_size,
             shard=self.shard,
             split=self._split,
             tail=self.tail,
+            start=consumed,
+            extra_rows=extra_rows,
+            shards=self.shard.all() if for_all else None,
         )
+        name = "batch_sampler"
+        walked = WalkedPass(
+            parts, start=consumed, num_steps=steps, name=name, extra_rows=extra_rows
+        )
+        return walked, head
+
+    def _known_steps(self, consumed: int, *, for_all: bool) -> int | None:
+        """Count the steps from a position on, those of all shards together; None if unknown."""
+        shards = self.shard.all() if for_all else [self.shard]
+        try:
+            return sum(self.count_steps(consumed, shard=shard) for shard in shards)
+        except TypeError:
+            return None
 
     def __iter__(self) -> Iterator[Any]:
         """Yield this shard's batches of one epoch.
@@ -433,13 +457,34 @@ class BatchSamplerShard(BatchSampler):
             TypeError: If that is not known before the pass: the batch sampler has no length, or
                 its length does not tell.
         """
+        return self.count_steps()
+
+    def count_steps(self, consumed: int = 0, *, shard: Shard | None = None) -> int:
+        """Count the batches from a position to the end of the epoch.
+
+        Args:
+            consumed: Samples of the epoch that are done; batches, where those are dealt.
+            shard: Whose batches; None: this one's.
+
+        Raises:
+            TypeError: If that is not known before the pass.
+        """
+        shard = self.shard if shard is None else shard
         if self.is_plain:
-            return self._plan(length_of(self.sampler)).num_steps
+            return self._plan(length_of(self.sampler)).seek(consumed, shard=shard).num_steps
         if self._declared_size is not None and isinstance(self.batch_sampler, Sequence):
             # Its batches can be looked at without anything being drawn.
-            return sum(1 for _ in self._parts(self.batch_sampler))
-        num_batches = length_of(self.batch_sampler)
-        full, rest = divmod(num_batches, 1 if self.split_batches else self.shard.count)
+            parts = deal_batches(
+                self.batch_sampler,
+                batch_size=self._declared_size,
+                shard=shard,
+                split=self._split,
+                tail=self.tail,
+                start=consumed,
+            )
+            return sum(1 for _ in parts)
+        num_batches = max(0, length_of(self.batch_sampler) - consumed)
+        full, rest = divmod(num_batches, 1 if self.split_batches else shard.count)
         # A declared size that is kept makes the last batch matter, and its size is not known.
         is_open = self._declared_size is not None and (
             (self.tail is Tail.DROP and not rest and not self._declares_drop())
@@ -452,7 +497,7 @@ class BatchSamplerShard(BatchSampler):
             )
         if self.tail is Tail.DROP or not rest:
             return full
-        return full + (self.tail is not Tail.UNEVEN or self.shard.index < rest)
+        return full + (self.tail is not Tail.UNEVEN or shard.index < rest)
 
     def _declares_drop(self) -> bool:
         return bool(getattr(self.batch_sampler, "drop_last", False))

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+import copy
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain, islice
 from typing import Any, Protocol, final, runtime_checkable
 
 from torch.utils.data import IterableDataset, get_worker_info
 
-from shardplug.errors import PlanError
-from shardplug.passes import Pass, StreamPass
+from shardplug.passes import Pass, Snapshot, StreamPass
+from shardplug.plan.cursor import Cursor
 from shardplug.plan.deal import Part, deal
 from shardplug.plan.shard import Shard
 from shardplug.plan.split import ShardPlan, Split, Tail
@@ -56,29 +59,147 @@ def splits_by_worker(dataset: Any) -> bool:
     return module.split(".")[0] == "datasets"
 
 
+@runtime_checkable
+class HasState(Protocol):
+    """A data set that can say where it stands, and go on from there."""
+
+    def state_dict(self) -> Any:
+        """Return where it stands."""
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Let the next iteration go on from where the state was taken."""
+
+
+def can_jump(dataset: Any) -> bool:
+    """Tell whether a stream can go on from a state without losing anything.
+
+    Those of Hugging Face datasets can, unless they shuffle through a buffer, whose content is in no
+    state of theirs.
+    """
+    return isinstance(dataset, HasState) and not _has_buffer(getattr(dataset, "_ex_iterable", None))
+
+
+def _has_buffer(iterable: Any) -> bool:
+    if iterable is None:
+        return False
+    inner = [getattr(iterable, "ex_iterable", None), *getattr(iterable, "ex_iterables", ())]
+    return "BufferShuffled" in type(iterable).__name__ or any(map(_has_buffer, inner))
+
+
+@final
+class Items:
+    """The items of a stream in this process, from a position on.
+
+    Args:
+        source: The items.
+        position: How many came before.
+        window: Items in a window; states are taken where one ends.
+        take_state: Says where the stream stands; None: it cannot.
+        seed_sample: Called with the position of each item before it is made; None: nothing is.
+    """
+
+    def __init__(
+        self,
+        source: Iterator[Any],
+        position: int,
+        *,
+        window: int,
+        take_state: Callable[[], Any] | None,
+        seed_sample: Callable[[int], None] | None,
+    ) -> None:
+        self._source = source
+        self._position = self._start = position
+        self._window = window
+        self._take_state = take_state
+        self.seed_sample = seed_sample
+        # The latest three: an exact end holds a window back, and may borrow from the one before.
+        self._states: deque[tuple[int, Any]] = deque(maxlen=3)
+
+    def __iter__(self) -> Iterator[Any]:
+        """Return itself."""
+        return self
+
+    def __next__(self) -> Any:
+        """Make the next item."""
+        if self.seed_sample is not None:
+            self.seed_sample(self._position)
+        item = next(self._source)
+        self._position += 1
+        if self._take_state is not None and not (self._position - self._start) % self._window:
+            self._states.append((self._position, self._take_state()))
+        return item
+
+    def state_before(self, position: int) -> tuple[int, Any] | None:
+        """Return the last state that was taken at a position or before it, and its position."""
+        found = None
+        for at, state in self._states:
+            if at <= position:
+                found = at, state
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class OpenStream:
+    """A stream that is being read in this process.
+
+    Attributes:
+        parts: All parts that are wanted of it, of which a worker makes its own.
+        splits_itself: Whether the data set has divided itself among the workers, so that all of
+            these are this worker's.
+        items: Where its states are kept.
+    """
+
+    parts: Iterator[Part[Any]]
+    splits_itself: bool
+    items: Items
+
+
 def open_stream(
-    dataset: Any, plan: ShardPlan, worker_split: WorkerSplit
-) -> tuple[Iterator[Part[Any]], bool]:
+    dataset: Any,
+    plan: ShardPlan,
+    worker_split: WorkerSplit,
+    *,
+    shards: Sequence[Shard] | None = None,
+    snapshot: Snapshot | None = None,
+    seed_sample: Callable[[int], None] | None = None,
+) -> OpenStream:
     """Start reading a stream in this process.
 
     Args:
         dataset: The stream.
-        plan: How it is dealt.
+        plan: How it is dealt, from where it starts.
         worker_split: Who divides it among workers.
-
-    Returns:
-        All parts of this rank, of which a worker makes its own; and whether the data set has
-        divided itself among the workers, so that all of these are this worker's.
+        shards: Whose parts are wanted; None: those of the plan's own shard.
+        snapshot: A state of the stream from which the start can be reached; None: read through.
+        seed_sample: Called with the position of each item before it is made.
     """
     WatchedInfo.install(worker_split)
-    items = iter(dataset)
+    is_tracked = can_jump(dataset)
+    begin = dataset
+    if snapshot is not None:
+        begin = copy.copy(dataset)  # padding is from the start of the epoch
+        dataset.load_state_dict(snapshot.state)
+    source = iter(dataset)
+    position = 0 if snapshot is None else snapshot.position
+    first_window = list(islice(source, min(plan.start - position, plan.global_batch_size)))
+    position += len(first_window)
+    position += sum(1 for _ in islice(source, plan.start - position))
+    items = Items(
+        source,
+        position,
+        window=plan.global_batch_size,
+        take_state=dataset.state_dict if is_tracked else None,
+        seed_sample=seed_sample,
+    )
     first = list(islice(items, 1))
     info: Any = get_worker_info()
     if worker_split == "dataset":
         splits_itself = info is not None
     else:
         splits_itself = isinstance(info, WatchedInfo) and info.decide()
-    return deal(chain(first, items), plan), splits_itself
+    head = first_window if snapshot is None else partial(iter, begin)
+    parts = deal(chain(first, items), plan, head=head, shards=shards)
+    return OpenStream(parts, splits_itself, items)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +215,7 @@ class StreamFeed:
         is_cut: Whether ``dataset`` is this rank's part already, whose end other ranks cannot see.
         worker_split: Who divides the stream among workers.
         num_workers: How many workers the loader has.
+        is_for_all: Whether passes make the batches of all shards, step by step.
         is_by_value: A stream has no order that could be compared before it is read.
     """
 
@@ -105,6 +227,7 @@ class StreamFeed:
     is_cut: bool
     worker_split: WorkerSplit
     num_workers: int = 0
+    is_for_all: bool = False
     is_by_value: bool = True
 
     @property
@@ -143,16 +266,47 @@ class StreamFeed:
         """List what has to be told the epoch."""
         return [self.dataset] if isinstance(self.dataset, HasEpoch) else []
 
-    def begin(self, consumed: int = 0, *, look: int = 0) -> tuple[Pass, list[Any]]:
+    @property
+    def unit(self) -> str:
+        """What positions count: samples, or batches where the items are batches."""
+        return "batches" if self.batch_size is None else "samples"
+
+    @property
+    def num_positions(self) -> int | None:
+        """How far positions count in an epoch; None if only a pass will tell."""
+        return self.num_samples
+
+    @property
+    def kind(self) -> str:
+        """Name the class of the stream."""
+        return type(self.dataset).__name__
+
+    def begin(self, start: Cursor, *, look: int = 0) -> tuple[Pass, list[Any]]:
         """Start a pass; nothing of the stream is looked at."""
-        if consumed:
-            raise PlanError(
-                f"`consumed` must be 0 to start a pass over a stream, got {consumed}: it can only "
-                "be read from its start."
-            )
+        try:
+            steps: int | None = self._count_from(start.consumed)
+        except TypeError:
+            steps = None
+        return StreamPass(start.consumed, num_steps=steps, snapshots=start.snapshots), []
+
+    def count_steps(self, start: Cursor) -> int:
+        """Count the steps from a position to the end, or raise TypeError if that is not known."""
+        return max(0, self._count_from(start.consumed) - start.steps)
+
+    def for_all(self) -> StreamFeed:
+        """Return a feed whose passes make the batches of all shards, step by step."""
+        return replace(self, is_for_all=True)
+
+    def _count_from(self, consumed: int) -> int:
         plan = self.plan
-        steps = None if plan.num_samples is None else plan.num_steps
-        return StreamPass(0, num_steps=steps), []
+        if plan.num_samples is None:
+            raise TypeError(
+                f"{type(self.dataset).__name__} has no known length: only a pass will tell."
+            )
+        # A stream may be shorter than its length says; then its end tells.
+        rest = plan.seek(min(consumed, plan.num_samples))
+        shards = self.shard.all() if self.is_for_all else [self.shard]
+        return sum(rest.seek(rest.start, shard=each).num_steps for each in shards)
 
     def __len__(self) -> int:
         """Count the steps of a pass.
@@ -160,12 +314,7 @@ class StreamFeed:
         Raises:
             TypeError: If the stream does not tell its length.
         """
-        plan = self.plan
-        if plan.num_samples is None:
-            raise TypeError(
-                f"{type(self.dataset).__name__} has no known length: only a pass will tell."
-            )
-        return plan.num_steps
+        return self._count_from(0)
 
 
 @final
@@ -252,7 +401,8 @@ class IterableDatasetShard(IterableDataset[Any]):
             splits_itself = False
             worker, num_workers = info.id, info.num_workers
         else:
-            parts, splits_itself = open_stream(feed.dataset, feed.dealt, feed.worker_split)
+            opened = open_stream(feed.dataset, feed.dealt, feed.worker_split)
+            parts, splits_itself = opened.parts, opened.splits_itself
             worker, num_workers = worker_place()
         own = parts if splits_itself else islice(parts, worker, None, num_workers)
         for part in own:

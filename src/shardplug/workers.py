@@ -7,8 +7,9 @@ batches; its answer is one message.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -17,13 +18,18 @@ from torch.utils.data import get_worker_info
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from shardplug import packing, rng
+from shardplug.passes import Snapshot
 from shardplug.plan.deal import Part
-from shardplug.plan.order import worker_seed
+from shardplug.plan.order import mix_seed, sample_seed, worker_seed
+from shardplug.plan.shard import Shard
 from shardplug.plan.split import ShardPlan
 from shardplug.rows import count_rows
 from shardplug.samplers import HasEpoch
-from shardplug.streams import open_stream
+from shardplug.streams import OpenStream, open_stream
 from shardplug.worker_info import WatchedInfo, WorkerSplit, worker_place
+
+Record = tuple[int, int, int, Snapshot | None]
+"""Rows of a batch, how many are real, what is consumed after it, and a state of the source."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,14 +39,16 @@ class Message:
     Attributes:
         batches: As many as were asked for, fewer at the end of a stream or before a failure;
             packed if there may be several.
-        records: For a stream: rows of each batch, how many are real, and what is consumed after it.
+        records: For a stream: rows of each batch, how many are real, what is consumed after it, and
+            the last state of the stream before that, if it has states. For data sets with states
+            that are looked up by index: the state after each batch.
         has_ended: Whether this reader has come to the end of a stream.
         failure: What was raised in place of the next batch.
         splits_itself: Whether a stream divides itself among the workers.
     """
 
     batches: list[Any] | packing.Packed
-    records: tuple[tuple[int, int, int], ...] = ()
+    records: tuple[Record, ...] = ()
     has_ended: bool = False
     failure: ExceptionWrapper | None = None
     splits_itself: bool = False
@@ -64,11 +72,14 @@ class Seeding:
         shard_index: Which part of the data the loader reads; 0 where all shards read the same and
             must draw the same.
         is_shared: Whether all workers of the loader read the same and must draw the same.
+        for_samples: What is mixed with the position of each sample to seed before it; None: nobody
+            seeds there.
     """
 
     seed: int
     shard_index: int
     is_shared: bool = False
+    for_samples: int | None = None
 
     def apply(self, epoch: int, worker: int) -> int:
         """Seed this process for an epoch; returns the seed."""
@@ -77,9 +88,35 @@ class Seeding:
         rng.seed_cpu(seed)
         return seed
 
+    def apply_to_sample(self, epoch: int, position: int) -> None:
+        """Seed this process for one sample, whichever shard and worker makes it."""
+        assert self.for_samples is not None  # nobody asks otherwise
+        rng.seed_cpu(sample_seed(self.for_samples, epoch, position))
 
-MapTask = tuple[int, int, list[Any]]
-"""Asks for batches by index: the epoch, what tells one pass from another, the index batches."""
+    def of_part(self, worker: int, num_workers: int) -> Seeding:
+        """Return the seeding of a worker's own part, whose positions others have too."""
+        if self.for_samples is None:
+            return self
+        return replace(self, for_samples=mix_seed(self.for_samples, worker, num_workers))
+
+
+@dataclass(frozen=True, slots=True)
+class MapTask:
+    """Asks for batches by index.
+
+    Attributes:
+        epoch: The epoch of the pass.
+        number: Tells one pass from another.
+        index_batches: The indices of each batch.
+        positions: Where the rows of each batch stand in the epoch's order, if that matters.
+        snapshot: A state for the data set to go on from.
+    """
+
+    epoch: int
+    number: int
+    index_batches: list[Any]
+    positions: list[Sequence[int]] | None = None
+    snapshot: Snapshot | None = None
 
 
 @dataclass(slots=True)
@@ -91,37 +128,61 @@ class MapReader:
         collate: The user's collate function.
         is_batched: Whether an index batch is a list of ids, to be fetched and collated together.
         seeding: What random numbers follow.
+        keeps_state: Whether the data set has a state that is told after each batch.
     """
 
     dataset: Any
     collate: Callable[[Any], Any]
     is_batched: bool
     seeding: Seeding
+    keeps_state: bool = False
     _number: int | None = None
 
     def __getitem__(self, task: MapTask) -> Message:
         """Make the batches of one task; what is raised ends it."""
-        epoch, number, index_batches = task
-        if number != self._number:
-            _enter(epoch, self.dataset, None if self._number is None else self.seeding)
-            self._number = number
+        if self.seeding.for_samples is None or get_worker_info() is not None:
+            return self._answer(task)
+        with rng.preserved_cpu():
+            return self._answer(task)
+
+    def _answer(self, task: MapTask) -> Message:
+        if task.number != self._number:
+            _enter(task.epoch, self.dataset, None if self._number is None else self.seeding)
+            self._number = task.number
+            if task.snapshot is not None:
+                self.dataset.load_state_dict(task.snapshot.state)
         batches: list[Any] = []
+        records: list[Record] = []
         failure = None
-        for index in index_batches:
+        for at in range(len(task.index_batches)):
             try:
-                batches.append(self.collate(self._fetch(index)))
+                batches.append(self.collate(self._fetch(task, at)))
             except Exception as error:  # noqa: BLE001
                 failure = _caught(error)  # raised again in the training process, in its turn
                 break
-        return Message(_packed(batches), failure=failure)
+            if self.keeps_state:
+                snapshot = Snapshot(0, self.dataset.state_dict(), worker_place())
+                records.append((0, 0, 0, snapshot))
+        return Message(_packed(batches), tuple(records), failure=failure)
 
-    def _fetch(self, index: Any) -> Any:
+    def _fetch(self, task: MapTask, at: int) -> Any:
+        index = task.index_batches[at]
+        if task.positions is not None:
+            return self._fetch_seeded(index, task.epoch, task.positions[at])
         if not self.is_batched:
             return self.dataset[index]
         fetch_many = getattr(self.dataset, "__getitems__", None)
         if fetch_many:
             return fetch_many(index)
         return [self.dataset[sample] for sample in index]
+
+    def _fetch_seeded(self, index: Any, epoch: int, positions: Sequence[int]) -> Any:
+        """Seed before each sample; a batch that is ready is one."""
+        made = []
+        for sample, position in zip(index if self.is_batched else [index], positions, strict=True):
+            self.seeding.apply_to_sample(epoch, position)
+            made.append(self.dataset[sample])
+        return made if self.is_batched else made[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +195,8 @@ class StreamTask:
         start: The first step of the pass; those before it are left out.
         first: The first step that is asked for.
         count: How many steps.
+        consumed: What of the stream's order was consumed before step 0.
+        snapshots: States of the stream to go on from, in the first tasks of a pass.
     """
 
     epoch: int
@@ -141,6 +204,8 @@ class StreamTask:
     start: int
     first: int
     count: int
+    consumed: int = 0
+    snapshots: tuple[Snapshot, ...] = ()
 
 
 @dataclass(slots=True)
@@ -154,6 +219,7 @@ class StreamReader:
         seeding: What random numbers follow.
         plan: How the stream is dealt among the shards.
         worker_split: Who divides the stream among workers.
+        shards: Whose batches are made, in this order within each step; None: the plan's own.
     """
 
     dataset: Any
@@ -162,15 +228,21 @@ class StreamReader:
     seeding: Seeding
     plan: ShardPlan
     worker_split: WorkerSplit
+    shards: Sequence[Shard] | None = None
     _number: int | None = None
-    _parts: Iterator[Part[Any]] = field(default_factory=lambda: iter(()))
+    _stream: OpenStream | None = None
     _step: int = 0
-    _splits_itself: bool = False
 
     def __getitem__(self, task: StreamTask) -> Message:
         """Make the batches of one task, fewer if the stream ends; what is raised ends it."""
+        if self.seeding.for_samples is None or get_worker_info() is not None:
+            return self._answer(task)
+        with rng.preserved_cpu():
+            return self._answer(task)
+
+    def _answer(self, task: StreamTask) -> Message:
         batches: list[Any] = []
-        records: list[tuple[int, int, int]] = []
+        records: list[Record] = []
         failure = None
         try:
             for part in self._parts_of(task):
@@ -180,35 +252,66 @@ class StreamReader:
                     num_rows = count_rows(batch) or 1
                     valid_rows = num_rows if valid_rows else 0
                 batches.append(batch)
-                records.append((num_rows, valid_rows, part.consumed))
+                records.append((num_rows, valid_rows, part.consumed, self._snapshot(part.consumed)))
         except Exception as error:  # noqa: BLE001
             failure = _caught(error)  # raised again in the training process, in its turn
         has_ended = failure is None and len(batches) < task.count
-        return Message(_packed(batches), tuple(records), has_ended, failure, self._splits_itself)
+        splits_itself = self._stream is not None and self._stream.splits_itself
+        return Message(_packed(batches), tuple(records), has_ended, failure, splits_itself)
+
+    def _snapshot(self, consumed: int) -> Snapshot | None:
+        assert self._stream is not None  # it has given a part
+        found = self._stream.items.state_before(consumed)
+        if found is None:
+            return None
+        return Snapshot(*found, worker_place() if self._stream.splits_itself else None)
 
     def _parts_of(self, task: StreamTask) -> Iterator[Part[Any]]:
-        if task.number != self._number:
-            self._open(task)
-        if not self._splits_itself:
+        if task.number != self._number or self._stream is None:
+            self._stream = self._open(task)
+        if not self._stream.splits_itself:
             # Other workers make the steps in between, or they are left out.
             skipped = task.first - self._step
             self._step = task.first + task.count
-            for _ in islice(self._parts, skipped):
+            for _ in islice(self._stream.parts, skipped):
                 pass
-        return islice(self._parts, task.count)
+        return islice(self._stream.parts, task.count)
 
-    def _open(self, task: StreamTask) -> None:
+    def _open(self, task: StreamTask) -> OpenStream:
         """Start reading for a new pass, and find out whether the data set splits itself."""
         is_first = self._number is None
-        self._parts = iter(())  # let go of a pass that was left early before starting anew
+        self._stream = None  # let go of a pass that was left early before starting anew
         self._number, self._step = task.number, 0
         _enter(task.epoch, self.dataset, None if is_first else self.seeding)
-        self._parts, self._splits_itself = open_stream(self.dataset, self.plan, self.worker_split)
-        if self._splits_itself:
-            worker, num_workers = worker_place()
-            replace(self.seeding, is_shared=False).apply(task.epoch, worker)
-            for _ in islice(self._parts, len(range(worker, task.start, num_workers))):
+        place = worker_place()
+        own = [each for each in task.snapshots if each.worker in (None, place)]
+        snapshot = own[0] if own else None
+        is_own = snapshot is not None and snapshot.worker is not None
+        start = snapshot.position if is_own and snapshot is not None else task.consumed
+        seeding = self.seeding
+        if self.worker_split == "dataset":
+            seeding = seeding.of_part(*place)
+        opened = open_stream(
+            self.dataset,
+            self.plan.seek(start),
+            self.worker_split,
+            shards=self.shards,
+            snapshot=snapshot,
+            seed_sample=_seed_sample(seeding, task.epoch),
+        )
+        if opened.splits_itself:
+            opened.items.seed_sample = _seed_sample(self.seeding.of_part(*place), task.epoch)
+            replace(self.seeding, is_shared=False).apply(task.epoch, place[0])
+        if opened.splits_itself and not is_own:
+            count = 1 if self.shards is None else len(self.shards)
+            windows = len(range(place[0], task.start // count, place[1]))
+            for _ in islice(opened.parts, windows * count):
                 pass
+        return opened
+
+
+def _seed_sample(seeding: Seeding, epoch: int) -> Callable[[int], None] | None:
+    return None if seeding.for_samples is None else partial(seeding.apply_to_sample, epoch)
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,6 +32,7 @@ from shardplug.feeds import (
     follows_seed,
     seeded,
 )
+from shardplug.plan.cursor import Cursor
 from shardplug.plan.shard import Shard
 from shardplug.plan.split import Tail
 from shardplug.samplers import (
@@ -146,7 +147,7 @@ def test_parts_know_themselves_and_the_whole() -> None:
     )
     assert (feed.is_cut, feed.shard, feed.plan.shard) == (True, Shard(1, 2), Shard(0, 1))
     assert (feed.num_samples, feed.global_batch_size, len(feed)) == (9, 8, 2)
-    pass_, _ = feed.begin()
+    pass_, _ = feed.begin(Cursor(0))
     assert list(pass_) == [[1, 3, 5, 7], [0]]
     assert [pass_.valid_rows(0), pass_.valid_rows(1)] == [4, 0]
 
@@ -155,7 +156,7 @@ def test_ready_batches_of_a_part_come_one_by_one() -> None:
     batches = BatchSampler(distributed(3, 2, 1), 1, False)
     cut = find_cut(batches, already_sharded=None, shard=OWN)
     feed = IndexFeed(BatchSamplerShard(batches, tail="uneven"), is_ready=True, cut=cut)
-    pass_, _ = feed.begin()
+    pass_, _ = feed.begin(Cursor(0))
     assert list(pass_) == [1, 0]
     assert [pass_.valid_rows(0), pass_.valid_rows(1)] == [1, 0]
     assert (feed.batch_size, feed.global_batch_size, feed.remainder) == (None, None, -1)

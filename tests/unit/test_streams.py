@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from shardplug import IterableDatasetShard, PlanError, prepare_data_loader
+from shardplug.plan.cursor import Cursor
 from shardplug.plan.shard import Shard
 from shardplug.plan.split import ShardPlan, Split, Tail
 from shardplug.streams import StreamFeed, own_part
@@ -261,18 +262,19 @@ def test_an_unknown_worker_split_is_refused() -> None:
         IterableDatasetShard(range(8), worker_split="both")
 
 
-def test_a_stream_cannot_be_begun_in_its_middle() -> None:
+def test_a_stream_is_begun_in_its_middle() -> None:
     feed = StreamFeed(
-        dataset=range(8),
+        dataset=range(9),
         batch_size=2,
-        shard=Shard(0, 2),
+        shard=Shard(1, 2),
         split=Split.WHOLE,
-        tail=Tail.PAD,
+        tail=Tail.UNEVEN,
         is_cut=False,
         worker_split="auto",
     )
-    with pytest.raises(PlanError, match=r"^`consumed` must be 0 to start a pass .*, got 4: it can"):
-        feed.begin(4)
+    pass_, head = feed.begin(Cursor(0, 3))
+    assert (pass_.consumed(0), pass_.num_steps, head) == (3, 1, [])  # 3,4 | 5,6 and 7,8
+    assert feed.count_steps(Cursor(0, 3)) == 1
 
 
 def test_a_feed_knows_its_plan() -> None:

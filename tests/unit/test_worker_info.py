@@ -41,8 +41,8 @@ def watched() -> Any:
 
 
 def opened(dataset: Any, split: WorkerSplit) -> tuple[list[Any], bool]:
-    parts, splits_itself = open_stream(dataset, PLAN, split)
-    return [row for part in parts for row in part.rows], splits_itself
+    stream = open_stream(dataset, PLAN, split)
+    return [row for part in stream.parts for row in part.rows], stream.splits_itself
 
 
 def test_outside_of_workers_nothing_is_watched() -> None:

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from shardplug import IterableDatasetShard, PlanError, prepare_data_loader
 from shardplug.fetching import Messages, Records
+from shardplug.plan.cursor import Progress
 from shardplug.plan.order import worker_seed
 from tests.laws import ids_of
 from tests.streams import (
@@ -296,7 +297,7 @@ class Broken:
 
 def test_a_way_to_a_worker_that_breaks_is_the_end_of_the_worker() -> None:
     broken: Any = Broken(2)
-    messages = Messages(broken, num_readers=2, records=Records())
+    messages = Messages(broken, num_readers=2, records=Records(), progress=Progress())
     with pytest.raises(RuntimeError, match=r"^A worker of the loader ended with its batches"):
         next(messages)
 
@@ -304,7 +305,7 @@ def test_a_way_to_a_worker_that_breaks_is_the_end_of_the_worker() -> None:
 def test_without_workers_it_is_the_users_own_error() -> None:
     broken: Any = Broken(0)
     with pytest.raises(ConnectionResetError, match="reset by peer"):
-        next(Messages(broken, num_readers=1, records=Records()))
+        next(Messages(broken, num_readers=1, records=Records(), progress=Progress()))
 
 
 # Random numbers.

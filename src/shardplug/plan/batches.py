@@ -198,7 +198,8 @@ def keep_batch(batch: Iterable[Any]) -> Batch:
         return batch
     if isinstance(batch, list) or not isinstance(batch, Sized):
         return list(batch)
-    return copy.deepcopy(batch)  # type: ignore[return-value]  # sized and iterable is all asked
+    kept: Batch = copy.deepcopy(batch)  # type: ignore[arg-type]  # sized and iterable will do
+    return kept
 
 
 def _own_part(round_: list[_Batch], plan: ShardPlan, *, consumed: int) -> Part[Any]:

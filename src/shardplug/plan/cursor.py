@@ -6,8 +6,8 @@ next one is the next epoch, unless `Progress.set_epoch` says otherwise.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 from shardplug.errors import PlanError
 
@@ -16,20 +16,53 @@ from shardplug.errors import PlanError
 class Cursor:
     """A position in the data: ``consumed`` samples (or batches) of epoch ``epoch`` are done.
 
+    Attributes:
+        epoch: The epoch.
+        consumed: Samples (or batches) of its global order that are done on all shards.
+        extra_rows: Where batches are counted: rows of the next one that are done too.
+        steps: Steps after these that are done too, each of the size of this layout of shards.
+            Data that divides itself has no global order: its position is steps alone.
+        is_done: Whether the epoch is, dropped rows included.
+        order: How many items from the start of the epoch's order to compare, and their checksum;
+            None where the order is a function of values.
+        snapshots: States of a source that keeps its own, for whoever reads it.
+
     Example:
-        >>> Cursor(epoch=2, consumed=64)
-        Cursor(epoch=2, consumed=64)
+        >>> Cursor(epoch=2, consumed=64).consumed
+        64
     """
 
     epoch: int
     consumed: int = 0
+    extra_rows: int = 0
+    steps: int = 0
+    is_done: bool = False
+    order: tuple[int, int] | None = field(default=None, compare=False)
+    snapshots: tuple[Any, ...] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:
-        """Check both numbers."""
-        if self.epoch < 0:
-            raise PlanError(f"`epoch` must be zero or more, got {self.epoch}.")
-        if self.consumed < 0:
-            raise PlanError(f"`consumed` must be zero or more, got {self.consumed}.")
+        """Check the numbers."""
+        for name in ("epoch", "consumed", "extra_rows", "steps"):
+            if getattr(self, name) < 0:
+                raise PlanError(f"`{name}` must be zero or more, got {getattr(self, name)}.")
+
+    @property
+    def is_start(self) -> bool:
+        """Whether nothing of the epoch is done."""
+        return not (self.consumed or self.extra_rows or self.steps or self.is_done)
+
+
+@dataclass(frozen=True, slots=True)
+class OpenWindow:
+    """The accumulation window that a pass goes on with: its first micro-batches came before.
+
+    Attributes:
+        micro_batches: How many came before.
+        consumed: What had been consumed before the first of them.
+    """
+
+    micro_batches: int = 0
+    consumed: int = 0
 
 
 class PassRecord(Protocol):
@@ -48,31 +81,62 @@ class PassRecord(Protocol):
     def consumed(self, step: int) -> int:
         """Count what all shards have consumed of the global order before a step."""
 
+    def extra_rows(self, step: int) -> int:
+        """Count, where batches are counted, the rows of the next one consumed before a step."""
+
 
 class Run:
     """One pass under way.
 
     Attributes:
         record: What the pass knows about its steps.
-        epoch: The epoch it passes over.
+        start: Where it began.
         number: Tells one pass of a loader from another.
+        first_step: Steps that were left out before the pass, besides what its start had consumed.
+        window: The accumulation window that it goes on with.
         step: Steps whose batches have been handed out.
         was_left: Whether the pass has been left: its position stands until the next one begins.
     """
 
-    __slots__ = ("epoch", "number", "record", "step", "was_left")
+    __slots__ = ("first_step", "number", "record", "start", "step", "was_left", "window")
 
-    def __init__(self, record: PassRecord, epoch: int, number: int) -> None:
+    def __init__(
+        self,
+        record: PassRecord,
+        start: Cursor,
+        number: int,
+        *,
+        first_step: int = 0,
+        window: OpenWindow | None = None,
+    ) -> None:
         self.record = record
-        self.epoch = epoch
+        self.start = start
         self.number = number
+        self.first_step = first_step
+        self.window = OpenWindow() if window is None else window
         self.step = 0
         self.was_left = False
 
     @property
+    def epoch(self) -> int:
+        """The epoch it passes over."""
+        return self.start.epoch
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the last batch has been handed out."""
+        return 0 < self.step == self.record.num_steps
+
+    @property
     def cursor(self) -> Cursor:
         """Where the pass stands: after the last batch that was handed out."""
-        return Cursor(self.epoch, self.record.consumed(self.step))
+        return self.cursor_at(self.step)
+
+    def cursor_at(self, step: int) -> Cursor:
+        """Tell where the pass stood after some of its steps."""
+        record = self.record
+        is_done = 0 < step == record.num_steps
+        return Cursor(self.epoch, record.consumed(step), record.extra_rows(step), is_done=is_done)
 
 
 class Progress:
@@ -81,6 +145,7 @@ class Progress:
     Attributes:
         run: The pass under way, or left early; None before the first and after one that ran to its
             end.
+        open_window: The accumulation window that the next pass goes on with.
 
     Example:
         >>> progress = Progress()
@@ -95,6 +160,7 @@ class Progress:
         self.run: Run | None = None
         self._passes = 0
         self._next: Cursor | None = Cursor(0) if start is None else start
+        self.open_window = OpenWindow()
 
     def __reduce__(self) -> tuple[type[Progress], tuple[Cursor]]:
         """Pickle where the next pass will start: a pass under way stays with this process."""
@@ -119,11 +185,22 @@ class Progress:
             return None
         return self.run
 
-    def begin(self, record: PassRecord) -> Run:
-        """Start the upcoming pass."""
+    def begin(self, record: PassRecord, *, first_step: int = 0) -> Run:
+        """Start the upcoming pass.
+
+        Args:
+            record: What the pass knows about its steps.
+            first_step: Steps of the epoch that were left out before it.
+        """
         self._passes += 1
-        self.run = Run(record, self.upcoming.epoch, self._passes)
-        self._next = None
+        self.run = Run(
+            record,
+            self.upcoming,
+            self._passes,
+            first_step=first_step,
+            window=self.open_window,
+        )
+        self._next, self.open_window = None, OpenWindow()
         return self.run
 
     @property
@@ -146,9 +223,15 @@ class Progress:
             PlanError: If ``epoch`` is negative.
         """
         if self._next is None or self._next.epoch != epoch:
-            self._next = Cursor(epoch)
+            self._next, self.open_window = Cursor(epoch), OpenWindow()
 
-    def jump(self, start: Cursor) -> None:
-        """Start the next pass at a given position; a pass under way is left."""
+    def jump(self, start: Cursor, window: OpenWindow | None = None) -> None:
+        """Start the next pass at a given position; a pass under way is left.
+
+        Args:
+            start: The position.
+            window: The accumulation window that goes on there; None: none does.
+        """
         self._next = start
+        self.open_window = OpenWindow() if window is None else window
         self.run = None

@@ -8,7 +8,7 @@ it).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Generic, TypeVar
@@ -73,34 +73,55 @@ def deal(
         >>> [part.rows for part in deal("abcdef", ShardPlan(None, 2, Shard(1, 2)))]
         [['c', 'd'], ['a', 'b']]
     """
-    source = iter(items)
-    size = plan.global_batch_size
     plans = [plan] if shards is None else [plan.seek(plan.start, shard=each) for each in shards]
-    lags = plan.tail is Tail.EXACT
-    first_window: Sequence[T] | None = None
-    held: list[T] = []
-    step, seen = 0, plan.start
-    while len(window := list(islice(source, size))) == size:
-        seen += size
-        if first_window is None and plan.tail is Tail.PAD and not plan.start:
-            first_window = window
-        if lags:
-            held, window = window, held
-            if not window:
-                continue
+    windows = _Windows(iter(items), plan)
+    step = 0
+    for window in windows:
         for each in plans:
-            yield _full_part(window, each, start=plan.start + step * size)
+            yield _full_part(window, each, start=plan.start + step * plan.global_batch_size)
         step += 1
-    seen += len(window)
-    rest = [*held, *window]
-    if first_window is None and rest and plan.tail is Tail.PAD and plan.start:
-        first_window = _head_of(head, plan, least=min(size, seen))
-    ended = [replace(each, num_samples=seen) for each in plans]
+    first_window: Sequence[T] = windows.first
+    if windows.rest and plan.tail is Tail.PAD and plan.start:
+        first_window = _head_of(head, plan, least=min(plan.global_batch_size, windows.seen))
+    ended = [replace(each, num_samples=windows.seen) for each in plans]
     for last in range(step, max(each.num_steps for each in ended)):
         for each in ended:
             if last < each.num_steps:
-                yield _last_part(last, each, rest, first_window or ())
-    return seen
+                yield _last_part(last, each, windows.rest, first_window)
+    return windows.seen
+
+
+class _Windows(Generic[T]):
+    """The full windows of a stream, each as soon as it is complete; an exact end holds one back.
+
+    Attributes:
+        seen: Items of the epoch that have been read.
+        first: The first window, if padding may need it.
+        rest: What no full window was made of, once the stream has ended.
+    """
+
+    def __init__(self, source: Iterator[T], plan: ShardPlan) -> None:
+        self._source = source
+        self._size = plan.global_batch_size
+        self._lags = plan.tail is Tail.EXACT
+        self._keeps_first = plan.tail is Tail.PAD and not plan.start
+        self.seen = plan.start
+        self.first: list[T] = []
+        self.rest: list[T] = []
+
+    def __iter__(self) -> Iterator[list[T]]:
+        held: list[T] = []
+        while len(window := list(islice(self._source, self._size))) == self._size:
+            self.seen += self._size
+            if self._keeps_first and not self.first:
+                self.first = window
+            if self._lags:
+                held, window = window, held
+                if not window:
+                    continue
+            yield window
+        self.seen += len(window)
+        self.rest = [*held, *window]
 
 
 def _full_part(window: Sequence[T], plan: ShardPlan, *, start: int) -> Part[T]:

@@ -62,6 +62,10 @@ class Shard:
         if not 0 <= self.index < self.count:
             raise PlanError(f"`process_index` must be in [0, {self.count}), got {self.index}.")
 
+    def all(self) -> list[Shard]:
+        """List all parts that the data has."""
+        return [Shard(index, self.count) for index in range(self.count)]
+
 
 def shard_on_mesh(
     axes: Sequence[str],

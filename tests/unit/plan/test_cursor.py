@@ -29,6 +29,9 @@ class Ten:
     def consumed(self, step: int) -> int:
         return 3 * step
 
+    def extra_rows(self, step: int) -> int:
+        return 0
+
 
 def take(progress: Progress, steps: int) -> Run:
     run = progress.begin(Ten())
