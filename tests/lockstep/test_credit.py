@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import count
+from typing import Any
 
 import pytest
 from hypothesis import example, given
@@ -14,6 +15,7 @@ from shardplug.comm import Comm
 from shardplug.credit import AHEAD, Arrival, in_step, mark_last
 from shardplug.plan.split import Tail
 from shardplug.testing import LockstepComm, run_ranks
+from tests.interruptions import Interrupted, needs_signals, workers_that_raise
 
 ROWS = 3
 
@@ -174,3 +176,38 @@ def test_an_arrival_goes_out_when_the_next_one_is_there() -> None:
     source = arrivals(range(3))
     assert next(mark_last(source)).batch == 0
     assert next(source).batch == 2
+
+
+@pytest.fixture
+def workers_raise() -> Iterator[None]:
+    with workers_that_raise():
+        yield
+
+
+def _one_by_one(num_batches: int) -> Iterator[Arrival]:
+    return mark_last(Arrival(number, 1, 1, number + 1) for number in range(num_batches))
+
+
+def _until_a_worker_died(comm: Interrupted, num_batches: int) -> list[Any]:
+    seen: list[Any] = []
+    steps = in_step(_one_by_one(num_batches), comm, tail=Tail.PAD, is_cut=True)
+    with pytest.raises(RuntimeError, match="a worker died"):
+        seen.extend(arrival.batch for arrival in steps)  # keeps what came before the error
+    return seen
+
+
+@needs_signals
+@pytest.mark.usefixtures("workers_raise")
+def test_a_worker_that_dies_while_ranks_meet_is_told_when_they_meet_again() -> None:
+    comm = Interrupted(1)
+    assert _until_a_worker_died(comm, 9) == [0]
+    # One step may be taken; then this rank has failed, and says of what.
+    assert comm.told == [(0, 1, 0, 1), (1, 0, 0, 0), "RuntimeError: a worker died"]
+
+
+@needs_signals
+@pytest.mark.usefixtures("workers_raise")
+def test_a_worker_that_dies_when_all_has_been_read_is_an_error_at_the_end() -> None:
+    comm = Interrupted(1)
+    assert _until_a_worker_died(comm, 1) == [0]
+    assert comm.told == [(0, 1, 1, 1)]

@@ -11,6 +11,7 @@ import pytest
 from shardplug.comm import Comm, SoloComm, agree, agree_on, gather_facts, raise_if_failed
 from shardplug.errors import CommError, PlanError
 from shardplug.testing import Call, LockstepComm, run_ranks
+from tests.interruptions import Interrupted, needs_signals, workers_that_raise
 
 
 def test_no_cause_is_no_error() -> None:
@@ -149,53 +150,14 @@ def test_unequal_facts_are_an_error_on_all_ranks_that_says_what_to_do(
     assert messages[0].startswith(f"Ranks disagree on the {told}")
 
 
-class Interrupted:
-    """The first of two ranks, of which the other does the same; a worker dies in collectives."""
-
-    rank = 0
-    world_size = 2
-
-    def __init__(self, *dies_in: int) -> None:
-        self.dies_in = dies_in
-        self.told: list[object] = []
-
-    def _meet(self, value: Any) -> list[Any]:
-        self.told.append(value)
-        if len(self.told) in self.dies_in:
-            signal.raise_signal(signal.SIGCHLD)
-        return [value, value]
-
-    def all_gather_ints(self, values: Sequence[int]) -> list[tuple[int, ...]]:
-        return self._meet(tuple(values))
-
-    def all_gather_object(self, value: Any) -> list[Any]:
-        return self._meet(value)
-
-    def broadcast_object(self, value: Any, src: int = 0) -> Any:
-        return self._meet(value)[src]
-
-    def barrier(self) -> None:
-        self._meet(None)
-
-
-def _raise(number: int, frame: object) -> None:
-    raise RuntimeError("a worker died")
-
-
 @pytest.fixture
-def _workers_raise() -> Iterator[None]:
-    before = signal.getsignal(signal.SIGCHLD)
-    signal.signal(signal.SIGCHLD, _raise)
-    yield
-    assert signal.getsignal(signal.SIGCHLD) is _raise
-    signal.signal(signal.SIGCHLD, before)
-
-
-needs_signals = pytest.mark.skipif(not hasattr(signal, "SIGCHLD"), reason="needs SIGCHLD")
+def workers_raise() -> Iterator[None]:
+    with workers_that_raise():
+        yield
 
 
 @needs_signals
-@pytest.mark.usefixtures("_workers_raise")
+@pytest.mark.usefixtures("workers_raise")
 def test_a_worker_that_dies_in_a_collective_is_told_in_the_next() -> None:
     comm = Interrupted(1)
     late: list[Exception] = []
@@ -215,7 +177,7 @@ def test_a_worker_that_dies_in_a_collective_is_told_in_the_next() -> None:
 
 
 @needs_signals
-@pytest.mark.usefixtures("_workers_raise")
+@pytest.mark.usefixtures("workers_raise")
 @pytest.mark.parametrize(
     ("dies_in", "told"),
     [
@@ -239,7 +201,7 @@ def test_where_nothing_is_kept_it_is_raised_once_all_have_met(
 
 
 @needs_signals
-@pytest.mark.usefixtures("_workers_raise")
+@pytest.mark.usefixtures("workers_raise")
 def test_what_failed_first_is_told_whole_whatever_dies_then() -> None:
     comm = Interrupted(1, 2)
     late: list[Exception] = []
@@ -254,7 +216,7 @@ def test_what_failed_first_is_told_whole_whatever_dies_then() -> None:
 
 
 @needs_signals
-@pytest.mark.usefixtures("_workers_raise")
+@pytest.mark.usefixtures("workers_raise")
 def test_agreeing_is_not_interrupted_either() -> None:
     comm = Interrupted(1)
     with pytest.raises(RuntimeError, match="a worker died"):
