@@ -86,10 +86,22 @@ def find_micro_batch(loaders: Sequence[PreparedLoader], steps: int) -> MicroBatc
     if not under_way:
         return None
     loader = max(under_way, key=lambda each: each.pass_number)
-    windows = Accumulation(steps, loader.num_steps)
-    step = loader.step
-    window = windows.window(step, is_last=loader.end_of_dataloader)
-    return MicroBatch(loader, window, step, loader.pass_number)
+    window = window_of(loader, steps)
+    return MicroBatch(loader, window, loader.step, loader.pass_number)
+
+
+def window_of(loader: PreparedLoader, steps: int) -> Window:
+    """Find the place of the latest micro-batch of a loader's pass in its window.
+
+    A pass that goes on inside a window begins with the micro-batches that are left of it.
+
+    Args:
+        loader: Has handed out a batch in the pass.
+        steps: Micro-batches in a full window.
+    """
+    before, num_steps = loader.open_window.micro_batches, loader.num_steps
+    windows = Accumulation(steps, None if num_steps is None else before + num_steps)
+    return windows.window(before + loader.step, is_last=loader.end_of_dataloader)
 
 
 @contextmanager

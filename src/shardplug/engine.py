@@ -2,25 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, Protocol, get_args, runtime_checkable
 
 import torch
 from torch.amp.grad_scaler import GradScaler
 from torch.utils.data import DataLoader
 
-from shardplug.accumulation import MicroBatch, find_micro_batch, synchronising
+from shardplug.accumulation import MicroBatch, find_micro_batch, synchronising, window_of
 from shardplug.agree import gather, gather_for_metrics
 from shardplug.comm import Comm
 from shardplug.comm_torch import current_comm, local_device, start_process_group
 from shardplug.errors import PlanError
 from shardplug.optimizer import ScalerAwareOptimizer
+from shardplug.plan.cursor import OpenWindow
 from shardplug.plan.shard import Shard
 from shardplug.plan.window import Accumulation
 from shardplug.prepare import own_shard, prepare_data_loader
 from shardplug.prepared import PreparedLoader
-from shardplug.rng import check_rng_types
+from shardplug.resume import (
+    AccumulationState,
+    engine_state,
+    gather_rank_states,
+    read_engine_state,
+    read_rank_state,
+)
+from shardplug.rng import check_rng_types, restore_process
 from shardplug.samplers import choose_tail
 from shardplug.scheduler import StepSyncedScheduler, Unit
 
@@ -53,6 +62,11 @@ class ShardEngine:
         use_seedable_sampler: Chooses where the seed of the order comes from.
         data_seed: The seed of the order.
         non_blocking: Whether moves to the device may overlap with what comes after.
+        use_stateful_dataloader: Read through torchdata's StatefulDataLoader.
+        sync_order: How ranks come to one order where it is no function of (seed, epoch).
+        worker_split: Who divides a stream among workers.
+        batches_per_message: Most batches that one message from a worker carries, at least 1.
+        seed_samples: Whether to seed before each sample, by its position.
         gradient_accumulation_steps: Micro-batches of one optimizer step, at least 1.
         scheduler_unit: What schedules count: "updates", real optimizer steps, or "batches" of the
             unprepared loader.
@@ -83,6 +97,11 @@ class ShardEngine:
         use_seedable_sampler: bool = True,
         data_seed: int | None = None,
         non_blocking: bool = False,
+        use_stateful_dataloader: bool = False,
+        sync_order: str = "agree",
+        worker_split: str = "auto",
+        batches_per_message: int = 1,
+        seed_samples: bool = False,
         gradient_accumulation_steps: int = 1,
         scheduler_unit: Unit = "updates",
         scaler: GradScaler | None = None,
@@ -116,6 +135,11 @@ class ShardEngine:
             "use_seedable_sampler": use_seedable_sampler,
             "data_seed": data_seed,
             "non_blocking": non_blocking,
+            "use_stateful_dataloader": use_stateful_dataloader,
+            "sync_order": sync_order,
+            "worker_split": worker_split,
+            "batches_per_message": batches_per_message,
+            "seed_samples": seed_samples,
             "torch_device_mesh": torch_device_mesh,
             "data_axes": data_axes,
             "comm": comm,
@@ -196,6 +220,7 @@ class ShardEngine:
         """
         chosen = {"device": self.device, "put_on_device": True, **self._options, **options}
         prepared = prepare_data_loader(loader, **chosen)
+        prepared.keep_history(self.gradient_accumulation_steps)
         self._loaders.append(prepared)
         return prepared
 
@@ -332,6 +357,106 @@ class ShardEngine:
                 )
             loader = found.loader
         return gather_for_metrics(data, loader, comm=self._ranks())
+
+    # -- its state -----------------------------------------------------------------------------
+
+    def state_dict(self, at: str = "now") -> dict[str, Any]:
+        """Tell where all loaders stand, and whether an accumulation window is open.
+
+        Nothing but numbers and strings, which JSON, ``torch.save`` and
+        ``torch.distributed.checkpoint`` take; equal on all ranks where data is looked up by index
+        or every rank reads it. Weights and optimizers are the caller's to save.
+
+        Not collective.
+
+        Args:
+            at: "now", or "optimizer_step": where the last window ended, so that gradients that are
+                gathered but not stepped with are made again. A step that the scaler skipped ends
+                its window too: its data has had its turn.
+
+        Returns:
+            "loaders", in the order of preparing, "accumulation", and "version".
+
+        Raises:
+            PlanError: If ``at`` is neither of these, or "optimizer_step" without an optimizer.
+        """
+        if at not in ("now", "optimizer_step"):
+            raise PlanError(f'`at` must be "now" or "optimizer_step", got {at!r}.')
+        if at == "optimizer_step" and not self._optimizers:
+            raise PlanError(
+                '`at` must be "now" without a prepared optimizer, got "optimizer_step". '
+                "Prepare the optimizer with this engine."
+            )
+        steps = self.gradient_accumulation_steps
+        open_, back = AccumulationState(steps), 0
+        training = self._accumulating()
+        if training is not None:
+            window = window_of(training, steps)
+            has_stepped = any(own.closed_at > training.handed_out for own in self._optimizers)
+            if at == "optimizer_step":
+                back = 0 if has_stepped else window.index + 1
+            elif not window.closes:
+                first = training.step - window.index
+                place = next(i for i, own in enumerate(self._loaders) if own is training)
+                before = OpenWindow(window.index + 1, training.consumed_before(first))
+                open_ = AccumulationState(steps, place, before)
+        states = [
+            own.state_at(own.step + 1 - back) if own is training else own.state_dict()
+            for own in self._loaders
+        ]
+        return engine_state(states, open_)
+
+    def _accumulating(self) -> PreparedLoader | None:
+        """Find the loader whose batches are accumulated: that of the latest window, if it is on."""
+        if self._micro_batch is not None and self._micro_batch.loader.has_pass:
+            return self._micro_batch.loader
+        found = find_micro_batch(self._loaders, self.gradient_accumulation_steps)
+        return None if found is None else found.loader
+
+    def gather_rank_states(self) -> dict[str, Any]:
+        """Gather what every rank has of its own: its generators, and states of sources.
+
+        To be saved beside `state_dict`. Strings inside, the same on every rank.
+
+        Collective: every rank must call it.
+
+        Raises:
+            StateError: If a data set's ``state_dict()`` returns what cannot be loaded safely.
+        """
+        sources = [own.rank_state() for own in self._loaders]
+        return gather_rank_states(sources, self._ranks())
+
+    def load_state_dict(
+        self, state: Mapping[str, Any], rank_states: Mapping[str, Any] | None = None
+    ) -> None:
+        """Go on from a state, on this or another number of ranks.
+
+        Not collective, but every rank must load the same state.
+
+        Args:
+            state: From `state_dict`, of an engine with the same loaders in the same order.
+            rank_states: From `gather_rank_states`; generators are restored from it on the same
+                number of ranks, else left alone, which is logged.
+
+        Raises:
+            StateError: If it does not fit; nothing is changed then.
+        """
+        loaders = self._loaders
+        states, open_ = read_engine_state(
+            state, num_loaders=len(loaders), steps=self.gradient_accumulation_steps
+        )
+        starts = [own.read_state(given) for own, given in zip(loaders, states, strict=True)]
+        own_state = None
+        if rank_states is not None:
+            own_state = read_rank_state(rank_states, self._ranks(), num_loaders=len(loaders))
+            starts = [
+                (replace(start, snapshots=snapshots or start.snapshots), seed)
+                for (start, seed), snapshots in zip(starts, own_state.sources, strict=True)
+            ]
+        for place, (own, (start, seed)) in enumerate(zip(loaders, starts, strict=True)):
+            own.go_to(start, seed, open_.window if place == open_.loader else None)
+        if own_state is not None and own_state.rng is not None:
+            restore_process(own_state.rng)
 
     def _share(self, valid_rows: int | None) -> float:
         found = self._micro_batch

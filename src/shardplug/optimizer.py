@@ -8,6 +8,7 @@ multiplied with, in whatever order the optimizers of one scaler step and clear.
 from __future__ import annotations
 
 import inspect
+import time
 import weakref
 from collections.abc import Callable
 from typing import Any, Protocol, cast, final, runtime_checkable
@@ -120,6 +121,14 @@ class ScalerAwareOptimizer(torch.optim.Optimizer):
         """
         log = self._log
         return log.read() if log.num_unread else log.last
+
+    @property
+    def closed_at(self) -> int:
+        """When the last window was closed, in ns of the monotonic clock; 0 before the first.
+
+        A step that the scaler skipped closes its window as well.
+        """
+        return self._log.closed_at
 
     @property
     def step_was_skipped(self) -> bool:
@@ -384,6 +393,7 @@ class _Log:
     __slots__ = (
         "_num_skipped",
         "_skipped",
+        "closed_at",
         "found_inf",
         "is_applied",
         "is_inside",
@@ -395,6 +405,7 @@ class _Log:
 
     def __init__(self) -> None:
         self.window: Window | None = None
+        self.closed_at = 0  # when the last window was closed
         self.is_inside = False  # the scaler is calling the wrapper back
         self.found_inf: Any = None  # what it left for that step; True if it does not call
         self.is_applied = False  # the held gradients have been stepped with
@@ -414,6 +425,7 @@ class _Log:
     def close(self, found_inf: Any) -> None:
         """Note the end of a window: nothing or zero where a step was taken, else what was found."""
         self.is_touched = self.is_applied = True
+        self.closed_at = time.monotonic_ns()
         window = self.window
         micro_batches = 1 if window is None else window.micro_batches
         _, _, num_windows, num_steps = self.last

@@ -471,6 +471,16 @@ class PreparedLoader(DataLoader[Any]):
         plan = self._feed.plan.seek(start.consumed)
         return plan.cursor(steps if plan.num_samples is None else min(steps, plan.num_steps))
 
+    def consumed_before(self, step: int) -> int:
+        """Count what had been consumed before a step of the pass; see `state_at` for how far back.
+
+        Args:
+            step: Below zero: where the accumulation window began that the pass went on with.
+        """
+        run = self._epochs.progress.current
+        assert run is not None  # whoever names a step has seen a pass
+        return run.window.consumed if step < 0 else run.record.consumed(step)
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Let the next pass go on from a state, on this or another number of ranks.
 
@@ -484,7 +494,8 @@ class PreparedLoader(DataLoader[Any]):
                 another layout where positions count steps, an unknown version, or a rest too small
                 for ``tail="exact"`` on so many ranks. Nothing is changed then.
         """
-        self.go_to(*self.read_state(state))
+        start, seed = self.read_state(state)
+        self.go_to(start, seed)
 
     def read_state(self, state: Mapping[str, Any]) -> tuple[Cursor, int]:
         """Check a state; returns where it leads to, and the seed, for `go_to`.
@@ -538,6 +549,12 @@ class PreparedLoader(DataLoader[Any]):
     def keep_history(self, steps: int) -> None:
         """Let `state_at` reach back that many steps in the passes that follow, at least 1."""
         self._keeps_steps = steps
+
+    @property
+    def has_pass(self) -> bool:
+        """Whether a pass has handed out a batch and is under way, or was left just now."""
+        run = self._epochs.progress.current
+        return run is not None and run.step > 0
 
     @property
     def open_window(self) -> OpenWindow:

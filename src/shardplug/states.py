@@ -98,16 +98,8 @@ def read_state(state: Any, identity: Identity) -> tuple[Cursor, int]:
     Raises:
         StateError: If it does not fit; the message names the field, both values, and what to do.
     """
-    if not isinstance(state, Mapping):
-        raise StateError(
-            f"`state` must be what state_dict() returned, got {type(state).__name__}. "
-            "Pass the loader's own entry of the checkpoint."
-        )
-    if state.get("version") != VERSION:
-        raise StateError(
-            f"`version` of the state must be {VERSION}, got {state.get('version')!r}. "
-            "Load it with the version of shardplug that saved it."
-        )
+    check_mapping(state, what="what state_dict() of the loader returned")
+    check_version(state)
     missing = identity.blank().keys() - state.keys()
     if missing:
         raise StateError(
@@ -122,16 +114,16 @@ def read_state(state: Any, identity: Identity) -> tuple[Cursor, int]:
         identity.num_samples,
         "Give the loader the data set that it had: positions in another one mean other samples.",
     )
-    seed = _number(state, "seed", least=-(2**63))
+    seed = number_in(state, "seed", least=-(2**63))
     if identity.is_seed_pinned:
         _compare(state, "seed", identity.seed, "Pass the seed of the run that was saved.")
     if identity.unit == "batches":
         _compare(state, "batch_size", identity.batch_size, _AGAIN)
     steps = _check_layout(state, identity)
     cursor = Cursor(
-        epoch=_number(state, "epoch"),
-        consumed=0 if steps is not None else _number(state, "consumed"),
-        extra_rows=_number(state, "extra_rows"),
+        epoch=number_in(state, "epoch"),
+        consumed=0 if steps is not None else number_in(state, "consumed"),
+        extra_rows=number_in(state, "extra_rows"),
         steps=steps or 0,
         is_done=bool(state["is_done"]),
         order=_order_in(state),
@@ -144,6 +136,32 @@ def read_state(state: Any, identity: Identity) -> tuple[Cursor, int]:
             "damaged: take another one."
         )
     return cursor, seed
+
+
+def check_mapping(state: Any, *, what: str) -> None:
+    """Check that a state is a dictionary at all.
+
+    Raises:
+        StateError: If it is not.
+    """
+    if not isinstance(state, Mapping):
+        raise StateError(
+            f"`state` must be {what}, a dictionary, got {type(state).__name__}. "
+            "Pass its own entry of the checkpoint."
+        )
+
+
+def check_version(state: Mapping[str, Any]) -> None:
+    """Check that this version can read a state.
+
+    Raises:
+        StateError: If it cannot.
+    """
+    if state.get("version") != VERSION:
+        raise StateError(
+            f"`version` of the state must be {VERSION}, got {state.get('version')!r}. "
+            "Load it with the version of shardplug that saved it."
+        )
 
 
 def _check_layout(state: Mapping[str, Any], identity: Identity) -> int | None:
@@ -159,13 +177,13 @@ def _check_layout(state: Mapping[str, Any], identity: Identity) -> int | None:
     _compare(state, "batch_size", identity.batch_size, remedy)
     if state["num_workers"] is not None:
         _compare(state, "num_workers", identity.num_workers, remedy)
-    return _number(state, "steps")
+    return number_in(state, "steps")
 
 
 def _order_in(state: Mapping[str, Any]) -> tuple[int, int] | None:
     if state["order_length"] is None:
         return None
-    return _number(state, "order_length"), _number(state, "order_checksum")
+    return number_in(state, "order_length"), number_in(state, "order_checksum")
 
 
 def _compare(state: Mapping[str, Any], field: str, now: object, remedy: str) -> None:
@@ -176,8 +194,13 @@ def _compare(state: Mapping[str, Any], field: str, now: object, remedy: str) -> 
         )
 
 
-def _number(state: Mapping[str, Any], field: str, *, least: int = 0) -> int:
-    value = state[field]
+def number_in(state: Mapping[str, Any], field: str, *, least: int = 0) -> int:
+    """Read a number of a state.
+
+    Raises:
+        StateError: If it is none, or too small.
+    """
+    value = state.get(field)
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise StateError(
             f"`{field}` of the state must be an integer of at least {least}, got {value!r}. "

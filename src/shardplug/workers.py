@@ -286,8 +286,11 @@ class StreamReader:
         place = worker_place()
         own = [each for each in task.snapshots if each.worker in (None, place)]
         snapshot = own[0] if own else None
-        is_own = snapshot is not None and snapshot.worker is not None
-        start = snapshot.position if is_own and snapshot is not None else task.consumed
+        start = task.consumed
+        if snapshot is not None and not start:
+            # Where steps are counted, a state is one of this part of the data, at a step's end.
+            start = snapshot.position
+            self._step = start // self.plan.global_batch_size
         seeding = self.seeding
         if self.worker_split == "dataset":
             seeding = seeding.of_part(*place)
@@ -302,9 +305,8 @@ class StreamReader:
         if opened.splits_itself:
             opened.items.seed_sample = _seed_sample(self.seeding.of_part(*place), task.epoch)
             replace(self.seeding, is_shared=False).apply(task.epoch, place[0])
-        if opened.splits_itself and not is_own:
             count = 1 if self.shards is None else len(self.shards)
-            windows = len(range(place[0], task.start // count, place[1]))
+            windows = len(range(place[0], task.start // count, place[1])) - self._step
             for _ in islice(opened.parts, windows * count):
                 pass
         return opened
