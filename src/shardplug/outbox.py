@@ -194,7 +194,7 @@ class Outbox:
         """
         self._peers = {
             rank: _Peer(rank, connection, is_local, shares_memory=is_local)
-            for rank, (connection, is_local) in connected.items()
+            for rank, (connection, is_local) in sorted(connected.items())
         }
         self._sending = threading.Lock()
         self._number = -1
