@@ -13,6 +13,8 @@ import threading
 from dataclasses import dataclass
 from typing import Any, final
 
+from torch import Tensor
+
 from shardplug.errors import CommError
 from shardplug.messages import (
     FAILURE,
@@ -27,6 +29,7 @@ from shardplug.messages import (
 )
 from shardplug.parcels import Description, read_description, writable_views
 from shardplug.shared_memory import map_memory
+from shardplug.spares import Spares
 from shardplug.wires import receive_exactly
 
 _JOIN_S = 5.0
@@ -60,8 +63,9 @@ class Inbox:
         self._connection = connection
         self._is_local = is_local
         self._reader = reader
-        self._is_pinned = is_pinned
         self._changed = threading.Condition()
+        self._spares = None if is_pinned else Spares(self._changed)
+        self._is_awaited = False
         self._number = -1
         self._ready: _Arrived | None = None
         self._end: Exception | None = None
@@ -90,7 +94,10 @@ class Inbox:
     def receive(self) -> Any:
         """Wait for the next parcel of the pass."""
         with self._changed:
+            self._is_awaited = True
+            self._changed.notify_all()
             self._changed.wait_for(self._has_news)
+            self._is_awaited = False
             if self._is_interrupted or self._is_closed:
                 raise InterruptError
             arrived = self._ready
@@ -169,7 +176,7 @@ class Inbox:
         if values:
             self._values = bytes(values)
         assert self._description is not None  # the first parcel brings one
-        pieces = self._description.empty(is_pinned=self._is_pinned)
+        pieces = self._make_room(self._description)
         if head.kind == SLOT:
             assert self._slot is not None  # the first such parcel brings one
             self._description.take(pieces, self._slot)
@@ -180,6 +187,23 @@ class Inbox:
                 receive_exactly(self._connection, view)
         self._answer(TAKEN)
         return _Arrived(head.number, self._description.parcel(pieces, self._values))
+
+    def _make_room(self, description: Description) -> list[Tensor | bytearray]:
+        """Make the pieces of a parcel once the one before the last is let go.
+
+        A loop lets go of a batch when it has got the next. One that does not is noticed when it
+        waits: it then keeps more, and from there on has its next batch beside all of these.
+        """
+        if self._spares is None:
+            return description.empty(None)
+        with self._changed:
+            sizes, spares = description.tensor_sizes, self._spares
+            self._changed.wait_for(
+                lambda: spares.has_room(sizes) or self._is_awaited or self._is_closed
+            )
+            if not spares.has_room(sizes):
+                spares.expect_more()
+            return description.empty(spares)
 
     def _answer(self, answer: bytes) -> None:
         try:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from shardplug.rows import map_leaves
+from shardplug.spares import Spares
 
 _ALIGNMENT = 64  # of each piece in a common memory: no dtype asks for more
 
@@ -95,15 +96,23 @@ class Description:
     _starts: Sequence[int]
     num_bytes: int
 
-    def empty(self, *, is_pinned: bool = False) -> list[Tensor | bytearray]:
+    @property
+    def tensor_sizes(self) -> list[int]:
+        """The bytes of each tensor."""
+        return [kind.num_bytes for kind in self._kinds]
+
+    def empty(self, spares: Spares | None) -> list[Tensor | bytearray]:
         """Make the pieces of a parcel, each in memory of its own, yet to be filled.
 
         Args:
-            is_pinned: Whether the memory of tensors is page-locked.
+            spares: Where the memory of tensors comes from. None: it is page-locked.
         """
-        tensors = [
-            torch.empty(kind.shape, dtype=kind.dtype, pin_memory=is_pinned) for kind in self._kinds
-        ]
+        if spares is None:  # torch keeps such memory itself
+            tensors = [
+                torch.empty(kind.shape, dtype=kind.dtype, pin_memory=True) for kind in self._kinds
+            ]
+        else:
+            tensors = spares.empty([(kind.dtype, kind.shape) for kind in self._kinds])
         return [*tensors, *map(bytearray, self._buffer_sizes)]
 
     def take(self, pieces: Sequence[Tensor | bytearray], memory: Memory) -> None:
