@@ -7,6 +7,7 @@ import errno
 import gc
 import logging
 import os
+import pickle
 import secrets
 import socket
 import threading
@@ -26,7 +27,7 @@ from shardplug import outbox, shared_memory, wires
 from shardplug.channel import Channel, InterruptError, open_channel
 from shardplug.comm import Comm, SoloComm
 from shardplug.errors import CommError
-from shardplug.messages import Head
+from shardplug.messages import Head, read_failure
 from shardplug.testing import LockstepComm, run_ranks
 from shardplug.wires import Listener, Offer, connect
 
@@ -883,6 +884,74 @@ def test_the_end_of_the_reader_is_noticed_after_what_it_sent(way: Way) -> None:
         comm.barrier()
 
     with_channel(body, hosts=way.hosts)
+
+
+def test_the_news_of_an_end_waits_for_what_is_on_its_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> NoReturn:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(outbox, "reserve", full)  # then a large parcel waits in the socket
+    large = torch.arange(1_000_000)
+    has_one = threading.Event()
+    has_ended = threading.Event()
+
+    def body(comm: LockstepComm, channel: Channel) -> None:
+        if comm.rank == 0:
+            channel.send([None, "x", large])
+            has_one.set()
+            with pytest.raises(CommError, match="Rank 1 has ended"):
+                send_all(channel, [[None, None, large]] * 9)
+        elif comm.rank == 1:
+            has_one.wait()
+            channel.close()
+            has_ended.set()
+        else:
+            has_ended.wait()
+            assert torch.equal(channel.receive(), large)
+            with pytest.raises(CommError, match="Rank 1 has ended"):
+                receive_all(channel, 9)
+        comm.barrier()
+
+    with_channel(body, 3)
+
+
+def test_an_error_with_a_long_text_waits_for_those_who_are_busy(way: Way) -> None:
+    text = "long " * 1_000_000
+    is_sent = threading.Event()
+
+    def body(comm: LockstepComm, channel: Channel) -> None:
+        if comm.rank == 0:
+            channel.send([None, "x"])
+            is_sent.set()
+            channel.fail(ValueError(text))
+        else:
+            is_sent.wait()
+            assert channel.receive() == "x"
+            with pytest.raises(ValueError, match="long") as raised:
+                channel.receive()
+            assert raised.value.args == (text,)
+        comm.barrier()
+
+    with_channel(body, hosts=way.hosts)
+
+
+def test_an_error_of_a_class_that_is_not_there_is_told() -> None:
+    error = read_failure(pickle.dumps((b"of another version", "OddError: why", "line 3")), 2)
+    assert type(error) is CommError
+    assert str(error) == "Rank 2 failed with OddError: why"
+    assert str(error.__cause__) == "Raised on rank 2:\nline 3"
+
+
+def test_a_host_that_does_not_say_who_it_is_is_like_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert wires.host_name() == wires.host_name()
+
+    def forbidden(*_: object) -> NoReturn:
+        raise OSError("forbidden")
+
+    monkeypatch.setattr(os, "readlink", forbidden)
+    assert wires.host_name() != wires.host_name()
 
 
 def test_a_parcel_that_cannot_be_sent_is_not_sent_in_part(way: Way) -> None:
