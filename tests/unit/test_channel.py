@@ -893,7 +893,16 @@ def test_the_news_of_an_end_waits_for_what_is_on_its_way(monkeypatch: pytest.Mon
     monkeypatch.setattr(outbox, "reserve", full)  # then a large parcel waits in the socket
     large = torch.arange(1_000_000)
     has_one = threading.Event()
+    is_full = threading.Event()
     has_ended = threading.Event()
+    serve = outbox.Outbox._serve
+
+    def noted(end: outbox.Outbox, timeout_s: float | None = None) -> None:
+        if has_one.is_set() and any(peer.outgoing for peer in end._peers.values()):
+            is_full.set()
+        serve(end, timeout_s)
+
+    monkeypatch.setattr(outbox.Outbox, "_serve", noted)
 
     def body(comm: LockstepComm, channel: Channel) -> None:
         if comm.rank == 0:
@@ -902,7 +911,7 @@ def test_the_news_of_an_end_waits_for_what_is_on_its_way(monkeypatch: pytest.Mon
             with pytest.raises(CommError, match="Rank 1 has ended"):
                 send_all(channel, [[None, None, large]] * 9)
         elif comm.rank == 1:
-            has_one.wait()
+            is_full.wait()
             channel.close()
             has_ended.set()
         else:
