@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -20,7 +19,7 @@ from torch.utils.data._utils.pin_memory import pin_memory
 from shardplug import packing, rng
 from shardplug.passes import Snapshot
 from shardplug.plan.deal import Part
-from shardplug.plan.order import mix_seed, sample_seed, worker_seed
+from shardplug.plan.order import SampleSeeds, mix_seed, worker_seed
 from shardplug.plan.shard import Shard
 from shardplug.plan.split import ShardPlan
 from shardplug.rows import count_rows
@@ -88,10 +87,12 @@ class Seeding:
         rng.seed_cpu(seed)
         return seed
 
-    def apply_to_sample(self, epoch: int, position: int) -> None:
-        """Seed this process for one sample, whichever shard and worker makes it."""
-        assert self.for_samples is not None  # nobody asks otherwise
-        rng.seed_cpu(sample_seed(self.for_samples, epoch, position))
+    def by_sample(self, epoch: int) -> Callable[[int], None] | None:
+        """Return what seeds this process before a sample, by its position; None if nothing does."""
+        if self.for_samples is None:
+            return None
+        seeds = SampleSeeds(self.for_samples, epoch)
+        return lambda position: rng.seed_cpu(seeds[position])
 
     def of_part(self, worker: int, num_workers: int) -> Seeding:
         """Return the seeding of a worker's own part, whose positions others have too."""
@@ -137,6 +138,7 @@ class MapReader:
     seeding: Seeding
     keeps_state: bool = False
     _number: int | None = None
+    _seed_sample: Callable[[int], None] | None = None
 
     def __getitem__(self, task: MapTask) -> Message:
         """Make the batches of one task; what is raised ends it."""
@@ -149,6 +151,7 @@ class MapReader:
         if task.number != self._number:
             _enter(task.epoch, self.dataset, None if self._number is None else self.seeding)
             self._number = task.number
+            self._seed_sample = self.seeding.by_sample(task.epoch)
             if task.snapshot is not None:
                 self.dataset.load_state_dict(task.snapshot.state)
         batches: list[Any] = []
@@ -167,8 +170,8 @@ class MapReader:
 
     def _fetch(self, task: MapTask, at: int) -> Any:
         index = task.index_batches[at]
-        if task.positions is not None:
-            return self._fetch_seeded(index, task.epoch, task.positions[at])
+        if self._seed_sample is not None and task.positions is not None:
+            return self._fetch_seeded(index, task.positions[at], self._seed_sample)
         if not self.is_batched:
             return self.dataset[index]
         fetch_many = getattr(self.dataset, "__getitems__", None)
@@ -176,11 +179,13 @@ class MapReader:
             return fetch_many(index)
         return [self.dataset[sample] for sample in index]
 
-    def _fetch_seeded(self, index: Any, epoch: int, positions: Sequence[int]) -> Any:
+    def _fetch_seeded(
+        self, index: Any, positions: Sequence[int], seed_sample: Callable[[int], None]
+    ) -> Any:
         """Seed before each sample; a batch that is ready is one."""
         made = []
         for sample, position in zip(index if self.is_batched else [index], positions, strict=True):
-            self.seeding.apply_to_sample(epoch, position)
+            seed_sample(position)
             made.append(self.dataset[sample])
         return made if self.is_batched else made[0]
 
@@ -300,20 +305,16 @@ class StreamReader:
             self.worker_split,
             shards=self.shards,
             snapshot=snapshot,
-            seed_sample=_seed_sample(seeding, task.epoch),
+            seed_sample=seeding.by_sample(task.epoch),
         )
         if opened.splits_itself:
-            opened.items.seed_sample = _seed_sample(self.seeding.of_part(*place), task.epoch)
+            opened.items.seed_sample = self.seeding.of_part(*place).by_sample(task.epoch)
             replace(self.seeding, is_shared=False).apply(task.epoch, place[0])
             count = 1 if self.shards is None else len(self.shards)
             windows = len(range(place[0], task.start // count, place[1])) - self._step
             for _ in islice(opened.parts, windows * count):
                 pass
         return opened
-
-
-def _seed_sample(seeding: Seeding, epoch: int) -> Callable[[int], None] | None:
-    return None if seeding.for_samples is None else partial(seeding.apply_to_sample, epoch)
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,14 +48,24 @@ def mix_seed(*parts: int) -> int:
         >>> mix_seed(1, 2) == mix_seed(2, 1)
         False
     """
-    state = _finalise((len(parts) + 1) * _GAMMA)
-    for part in map(index, parts):
-        # How many limbs a part has goes in too, or (a + b * 2^64, c) would equal (a, b + c * 2^64).
-        num_limbs = part.bit_length() // 64 + 1
-        state += num_limbs * _GAMMA
-        for limb in range(num_limbs):
-            state = _finalise(state ^ (part >> 64 * limb))
+    state = _begin_mix(len(parts))
+    for part in parts:
+        state = _mix_in(state, part)
     return state >> 1
+
+
+def _begin_mix(num_parts: int) -> int:
+    return _finalise((num_parts + 1) * _GAMMA)
+
+
+def _mix_in(state: int, part: int) -> int:
+    part = index(part)
+    # How many limbs a part has goes in too, or (a + b * 2^64, c) would equal (a, b + c * 2^64).
+    num_limbs = part.bit_length() // 64 + 1
+    state += num_limbs * _GAMMA
+    for limb in range(num_limbs):
+        state = _finalise(state ^ (part >> 64 * limb))
+    return state
 
 
 def epoch_seed(seed: int, epoch: int) -> int:
@@ -109,22 +119,29 @@ def worker_seed(seed: int, epoch: int, *, rank: int, worker: int) -> int:
     return mix_seed(seed, epoch, rank, worker)
 
 
-def sample_seed(seed: int, epoch: int, position: int) -> int:
-    """Give the seed of one sample, the same whichever rank and worker loads it.
+class SampleSeeds:
+    """The seeds of the samples of an epoch, whichever rank and worker loads them.
+
+    ``SampleSeeds(seed, epoch)[position]`` is ``mix_seed(seed, epoch, position)``; seed and epoch
+    are mixed once, since every sample asks.
 
     Args:
         seed: Seed of the run, any integer.
         epoch: The epoch.
-        position: Position in the epoch's global order.
-
-    Returns:
-        A seed in [0, 2^63).
 
     Example:
-        >>> sample_seed(0, 0, 7) == sample_seed(0, 1, 7)
-        False
+        >>> SampleSeeds(0, 0)[7] == mix_seed(0, 0, 7)
+        True
     """
-    return mix_seed(seed, epoch, position)
+
+    __slots__ = ("_state",)
+
+    def __init__(self, seed: int, epoch: int) -> None:
+        self._state = _mix_in(_mix_in(_begin_mix(3), seed), epoch)
+
+    def __getitem__(self, position: int) -> int:
+        """Give the seed at a position of the epoch's global order, in [0, 2^63)."""
+        return _mix_in(self._state, position) >> 1
 
 
 class Round(NamedTuple):

@@ -17,12 +17,12 @@ from shardplug.plan.order import (
     MAX_SAMPLES,
     TABLE_LIMIT,
     KeyedPermutation,
+    SampleSeeds,
     _finalise,
     _words,
     epoch_seed,
     mix_seed,
     order_key,
-    sample_seed,
     worker_seed,
 )
 from tests.unit.permutation_statistics import matrix_score, orders_score, scores
@@ -114,7 +114,7 @@ def test_the_seed_of_an_epoch_wraps_around_where_torch_ends() -> None:
 def test_seeds_of_epochs_workers_and_samples_all_differ() -> None:
     few = range(6)
     drawn = [order_key(seed, epoch) for seed in few for epoch in few]
-    drawn += [sample_seed(seed, epoch, at) for seed in few for epoch in few for at in few]
+    drawn += [SampleSeeds(seed, epoch)[at] for seed in few for epoch in few for at in few]
     drawn += [
         worker_seed(seed, epoch, rank=rank, worker=worker)
         for seed in few
