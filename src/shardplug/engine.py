@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any, Protocol, get_args, runtime_checkable
 
 import torch
@@ -24,6 +23,7 @@ from shardplug.prepare import own_shard, prepare_data_loader
 from shardplug.prepared import PreparedLoader
 from shardplug.resume import (
     AccumulationState,
+    RankState,
     engine_state,
     gather_rank_states,
     read_engine_state,
@@ -387,31 +387,41 @@ class ShardEngine:
                 '`at` must be "now" without a prepared optimizer, got "optimizer_step". '
                 "Prepare the optimizer with this engine."
             )
-        steps = self.gradient_accumulation_steps
-        open_, back = AccumulationState(steps), 0
         training = self._accumulating()
-        if training is not None:
-            window = window_of(training, steps)
-            has_stepped = any(own.closed_at > training.handed_out for own in self._optimizers)
-            if at == "optimizer_step":
-                back = 0 if has_stepped else window.index + 1
-            elif not window.closes:
-                first = training.step - window.index
-                place = next(i for i, own in enumerate(self._loaders) if own is training)
-                before = OpenWindow(window.index + 1, training.consumed_before(first))
-                open_ = AccumulationState(steps, place, before)
+        back, window = 0, OpenWindow()
+        if training is not None and training.has_pass:
+            back, window = self._open_window(training, is_at_step=at == "optimizer_step")
+        elif training is not None and at == "now":
+            window = training.open_window
+        place = None
+        if window.micro_batches:
+            place = next(at for at, own in enumerate(self._loaders) if own is training)
+        open_ = AccumulationState(self.gradient_accumulation_steps, place, window)
         states = [
-            own.state_at(own.step + 1 - back) if own is training else own.state_dict()
+            own.state_at(own.step + 1 - back) if own is training and back else own.state_dict()
             for own in self._loaders
         ]
         return engine_state(states, open_)
+
+    def _open_window(self, training: PreparedLoader, *, is_at_step: bool) -> tuple[int, OpenWindow]:
+        """Say how many steps back the position is, and which window is open there."""
+        window = window_of(training, self.gradient_accumulation_steps)
+        if is_at_step:
+            has_stepped = any(own.closed_at > training.handed_out for own in self._optimizers)
+            return 0 if has_stepped else window.index + 1, OpenWindow()
+        if window.closes:
+            return 0, OpenWindow()
+        consumed = training.consumed_before(training.step - window.index)
+        return 0, OpenWindow(window.index + 1, consumed)
 
     def _accumulating(self) -> PreparedLoader | None:
         """Find the loader whose batches are accumulated: that of the latest window, if it is on."""
         if self._micro_batch is not None and self._micro_batch.loader.has_pass:
             return self._micro_batch.loader
         found = find_micro_batch(self._loaders, self.gradient_accumulation_steps)
-        return None if found is None else found.loader
+        if found is not None:
+            return found.loader
+        return next((own for own in self._loaders if own.open_window.micro_batches), None)
 
     def gather_rank_states(self) -> dict[str, Any]:
         """Gather what every rank has of its own: its generators, and states of sources.
@@ -445,17 +455,16 @@ class ShardEngine:
         states, open_ = read_engine_state(
             state, num_loaders=len(loaders), steps=self.gradient_accumulation_steps
         )
-        starts = [own.read_state(given) for own, given in zip(loaders, states, strict=True)]
-        own_state = None
+        own_state = RankState(None, [()] * len(loaders))
         if rank_states is not None:
             own_state = read_rank_state(rank_states, self._ranks(), num_loaders=len(loaders))
-            starts = [
-                (replace(start, snapshots=snapshots or start.snapshots), seed)
-                for (start, seed), snapshots in zip(starts, own_state.sources, strict=True)
-            ]
+        starts = [
+            loader.read_state(given, own)
+            for loader, given, own in zip(loaders, states, own_state.sources, strict=True)
+        ]
         for place, (own, (start, seed)) in enumerate(zip(loaders, starts, strict=True)):
             own.go_to(start, seed, open_.window if place == open_.loader else None)
-        if own_state is not None and own_state.rng is not None:
+        if own_state.rng is not None:
             restore_process(own_state.rng)
 
     def _share(self, valid_rows: int | None) -> float:

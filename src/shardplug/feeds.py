@@ -75,6 +75,14 @@ class Feed(Protocol):
         """Whether each rank's order is another one: its part of data that was cut before."""
 
     @property
+    def is_stream(self) -> bool:
+        """Whether the data is read from front to back."""
+
+    @property
+    def is_split(self) -> bool:
+        """Whether workers divide the data among themselves, each to its own end."""
+
+    @property
     def unit(self) -> str:
         """What positions count: "samples" or "batches"."""
 
@@ -134,6 +142,16 @@ class IndexFeed:
     is_ready: bool = False
     cut: Cut | None = None
     is_for_all: bool = False
+
+    @property
+    def is_stream(self) -> bool:
+        """Data sets that are looked up by index are none."""
+        return False
+
+    @property
+    def is_split(self) -> bool:
+        """Workers are told what to look up."""
+        return False
 
     @property
     def is_cut(self) -> bool:

@@ -191,11 +191,17 @@ class Messages:
         self._round: list[Message] = []
         self._failure: Any = None
         self._ends = 0
+        self._turn = self._first_turn()
+
+    def _first_turn(self) -> int:
+        """Say whose turn it is first among workers that split a stream."""
         run = self._progress.run
-        record = None if run is None else run.record
-        first_step = record.first_step if isinstance(record, StreamPass) else 0
-        # Workers that split a stream take turns; the first is the one whose turn the step is.
-        self._turn = first_step // self._per_step % self._num_readers
+        if run is None or not isinstance(run.record, StreamPass):
+            return 0
+        latest = run.record.begins_with[-1:]
+        if latest and latest[0].worker is not None:
+            return (latest[0].worker[0] + 1) % self._num_readers
+        return run.record.first_step // self._per_step % self._num_readers
 
     def __iter__(self) -> Iterator[Any]:
         """Return itself."""

@@ -390,8 +390,8 @@ class Snapshot:
     """The state of a stream or data set at a position; no dataclass: that would be a batch.
 
     Attributes:
-        position: Items that the stream had given when its ``state_dict()`` was taken.
-        state: What that returned.
+        position: Items that the stream had given by then.
+        state: What its ``state_dict()`` returned; None if it has none.
         worker: Whose copy it was, of how many; None where all copies are alike.
     """
 
@@ -405,7 +405,9 @@ class Snapshot:
 
 @final
 class SnapshotLog:
-    """The states of a source after each of the latest steps, the last of each worker.
+    """The states of a source after each of the latest steps: the last of each worker.
+
+    They are in the order in which they were taken.
 
     Args:
         first: Those that the pass began with.
@@ -422,14 +424,20 @@ class SnapshotLog:
     def settle(self, steps: int) -> None:
         """Forget how it was before that many steps."""
         while self._later and self._later[0][0] <= steps:
-            snapshot = self._later.popleft()[1]
-            self._settled[snapshot.worker] = snapshot
+            self._put(self._settled, self._later.popleft()[1])
 
     def at(self, steps: int) -> tuple[Snapshot, ...]:
         """Return the states after some steps, which are not forgotten."""
         found = dict(self._settled)
-        found.update((each.worker, each) for done, each in self._later if done <= steps)
+        for done, each in self._later:
+            if done <= steps:
+                self._put(found, each)
         return tuple(found.values())
+
+    @staticmethod
+    def _put(latest: dict[tuple[int, int] | None, Snapshot], snapshot: Snapshot) -> None:
+        latest.pop(snapshot.worker, None)  # so that it comes last
+        latest[snapshot.worker] = snapshot
 
 
 @final
@@ -441,6 +449,7 @@ class StreamPass:
         first_step: Steps of the pass that are left out.
         num_steps: How many steps follow, None if only the end will tell.
         snapshots: States of the stream to go on from, one for each worker that has its own.
+        extra_rows: Where batches are counted: rows of the next one that were consumed too.
 
     Attributes:
         keep: How many steps back the record reaches.
@@ -454,6 +463,7 @@ class StreamPass:
         first_step: int = 0,
         num_steps: int | None = None,
         snapshots: Sequence[Snapshot] = (),
+        extra_rows: int = 0,
     ) -> None:
         self.start = start
         self.first_step = first_step
@@ -462,7 +472,7 @@ class StreamPass:
         self.keep = 1
         self._num_steps = num_steps
         self._steps = 0
-        self._latest: deque[tuple[int, int, int]] = deque([(0, 0, start)])
+        self._latest: deque[tuple[int, int, int, int]] = deque([(0, 0, start, extra_rows)])
         self._snapshots = SnapshotLog(snapshots)
 
     @property
@@ -499,10 +509,11 @@ class StreamPass:
         *,
         is_last: bool,
         snapshot: Snapshot | None = None,
+        extra_rows: int = 0,
     ) -> None:
         """Record the step whose batch is handed out next."""
         self._steps += 1
-        self._latest.append((num_rows, valid_rows, consumed))
+        self._latest.append((num_rows, valid_rows, consumed, extra_rows))
         if len(self._latest) > self.keep + 1:
             self._latest.popleft()
         if snapshot is not None:
@@ -541,9 +552,15 @@ class StreamPass:
         """Count what was consumed before one of the latest steps."""
         return self._after(step)[2]
 
-    def _after(self, steps: int) -> tuple[int, int, int]:
-        return self._latest[steps - self._steps - 1]
-
     def extra_rows(self, step: int) -> int:
-        """Return 0: it is items that are counted."""
-        return 0
+        """Count, where batches are counted, the rows of the next one consumed before a step too."""
+        return self._after(step)[3]
+
+    def note_snapshots(self, snapshots: Sequence[Snapshot]) -> None:
+        """Take down the states of the stream after the latest step, where it is read elsewhere."""
+        for snapshot in snapshots:
+            self._snapshots.add(self._steps, snapshot)
+        self._snapshots.settle(self._steps - self.keep)
+
+    def _after(self, steps: int) -> tuple[int, int, int, int]:
+        return self._latest[steps - self._steps - 1]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -23,12 +23,12 @@ from shardplug.epochs import Epochs, PassBatches
 from shardplug.errors import PlanError, StateError
 from shardplug.feeds import Feed, IndexFeed
 from shardplug.fetching import Messages
-from shardplug.passes import Pass, SampledPass, SnapshotLog, StreamPass
+from shardplug.passes import Pass, SampledPass, Snapshot, SnapshotLog, StreamPass
 from shardplug.plan.cursor import Cursor, OpenWindow, Progress, Run
 from shardplug.plan.shard import Shard
 from shardplug.plan.split import ShardPlan, Tail
 from shardplug.samplers import HasEpoch
-from shardplug.states import Identity, encode_snapshot, layout_of, read_state
+from shardplug.states import Identity, encode_snapshot, layout_of, read_state, split_of
 from shardplug.streams import StreamFeed
 
 if TYPE_CHECKING:
@@ -53,6 +53,7 @@ class Settings:
         is_divided: Whether ranks share the data, so that they have to agree on each pass.
         is_simulation: Whether the shard is not this process's own, so that there is nobody to
             agree with.
+        slice_fn: Cuts each shard's rows out of a round that is dispatched; None: nothing is cut.
         comm: The ranks; None: those of the process at the time.
     """
 
@@ -68,6 +69,7 @@ class Settings:
     seeds_samples: bool = False
     is_divided: bool = True
     is_simulation: bool = False
+    slice_fn: Callable[..., Any] | None = None
     comm: Comm | None = None
 
 
@@ -157,13 +159,13 @@ class PreparedLoader(DataLoader[Any]):
 
     def __getattr__(self, name: str) -> Any:
         """Look an attribute up in the loader that iterates."""
-        if name in PreparedLoader._OWN:
+        if name in self._OWN:
             raise AttributeError(name)
         return getattr(self._inner, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute of the loader that iterates."""
-        if name in PreparedLoader._OWN:
+        if name in self._OWN:
             object.__setattr__(self, name, value)
         else:
             setattr(self._inner, name, value)
@@ -422,6 +424,7 @@ class PreparedLoader(DataLoader[Any]):
 
         Args:
             step: Steps of the pass that had been handed out: now, or a few before: `keep_history`.
+                Below zero: where the accumulation window began that the pass went on with.
         """
         run = self._epochs.progress.current
         assert run is not None  # whoever names a step has seen a pass
@@ -430,8 +433,15 @@ class PreparedLoader(DataLoader[Any]):
         state["is_done"] = 0 < step == record.num_steps
         if self._feed.is_cut or (type(record) is StreamPass and record.is_split):
             self._put_steps(state, run.first_step + step)
+            if type(record) is StreamPass and record.is_split:
+                shard_index = self.shard.index if self._feed.is_cut else None
+                state.update(
+                    split_of(self.identity, record.snapshots(step), shard_index=shard_index)
+                )
             return state
-        state["consumed"] = record.consumed(step)
+        state["consumed"] = self.consumed_before(step)
+        if step < 0:
+            return state
         if state["is_done"]:
             # What is dropped counts as done, where it is known how much that is.
             state["consumed"] = max(state["consumed"], self._feed.num_positions or 0)
@@ -447,8 +457,7 @@ class PreparedLoader(DataLoader[Any]):
         """Put down a position that counts steps of this layout of ranks and workers."""
         size, num_samples = self._feed.global_batch_size, self._feed.num_samples
         consumed = steps * (self.shard.count if size is None else size)
-        is_split = isinstance(self._feed, StreamFeed) and not self._feed.is_cut
-        state.update(layout_of(self.identity, steps, is_split=is_split))
+        state.update(layout_of(self.identity, steps))
         state["consumed"] = consumed if num_samples is None else min(consumed, num_samples)
 
     def _state_of_upcoming(self) -> dict[str, Any]:
@@ -458,6 +467,9 @@ class PreparedLoader(DataLoader[Any]):
             state["order_length"], state["order_checksum"] = start.order
         if start.steps or (self._feed.is_cut and not start.is_start):
             self._put_steps(state, start.steps + self._skip_once)
+            if any(each.worker is not None for each in start.snapshots):
+                shard_index = self.shard.index if self._feed.is_cut else None
+                state.update(split_of(self.identity, start.snapshots, shard_index=shard_index))
             return state
         state["consumed"] = self._consumed_after(start, self._skip_once)
         for snapshot in start.snapshots:
@@ -497,29 +509,24 @@ class PreparedLoader(DataLoader[Any]):
         start, seed = self.read_state(state)
         self.go_to(start, seed)
 
-    def read_state(self, state: Mapping[str, Any]) -> tuple[Cursor, int]:
+    def read_state(
+        self, state: Mapping[str, Any], own: Sequence[Snapshot] = ()
+    ) -> tuple[Cursor, int]:
         """Check a state; returns where it leads to, and the seed, for `go_to`.
+
+        Args:
+            state: From `state_dict`.
+            own: States of the source that are this rank's own, from `rank_state`.
 
         Raises:
             StateError: If it does not fit.
         """
         cursor, seed = read_state(state, self.identity)
+        if not (cursor.is_start or cursor.is_done):
+            self._check_position(state, has_own=bool(own))
+        if own:
+            cursor = replace(cursor, snapshots=tuple(own))
         feed = self._feed
-        is_own_part = feed.is_cut or (
-            isinstance(feed, StreamFeed) and feed.worker_split == "dataset" and feed.num_workers > 1
-        )
-        counts_steps = state["steps"] is not None
-        is_inside = not (cursor.is_start or cursor.is_done)
-        if is_inside and (counts_steps and state["num_workers"] is None) != feed.is_cut:
-            raise StateError(
-                "`steps` of the state must be there where data was cut for each rank before, and "
-                f"nowhere else, got {state['steps']!r}. Pass already_sharded as it was."
-            )
-        if is_inside and is_own_part and not counts_steps:
-            raise StateError(
-                "`steps` of the state must be there where workers split a stream themselves, got "
-                "None. Use no workers, or as many as before."
-            )
         try:
             feed.count_steps(cursor)
         except TypeError:
@@ -529,6 +536,30 @@ class PreparedLoader(DataLoader[Any]):
                 f"`consumed` of the state must leave what this loader can deal out: {error}"
             ) from error
         return cursor, seed
+
+    def _check_position(self, state: Mapping[str, Any], *, has_own: bool) -> None:
+        """Check that a position inside an epoch is one that this loader's data can go on from."""
+        feed, counts_steps = self._feed, state["steps"] is not None
+        is_split = state["worker_positions"] is not None
+        if (counts_steps and not is_split and not feed.is_cut) or (
+            feed.is_cut and not counts_steps
+        ):
+            raise StateError(
+                "`steps` of the state must be there where data was cut for each rank before, and "
+                f"nowhere else, got {state['steps']!r}. Pass already_sharded as it was."
+            )
+        splits = isinstance(feed, StreamFeed) and feed.worker_split == "dataset"
+        if splits and self._inner.num_workers > 1 and not is_split:
+            raise StateError(
+                "`worker_positions` of the state must be there where workers split a stream "
+                "themselves, got None. Use no workers, or as many as before."
+            )
+        if not has_own and state["shard_index"] not in (None, self.shard.index):
+            raise StateError(
+                f"`shard_index` of the state must be {self.shard.index}, whose part of the stream "
+                f"this rank reads, got {state['shard_index']!r}. Load the state of each rank on "
+                "that rank, or pass rank_states=engine.gather_rank_states() of then."
+            )
 
     def go_to(self, start: Cursor, seed: int, window: OpenWindow | None = None) -> None:
         """Let the next pass start at a position.
@@ -558,9 +589,9 @@ class PreparedLoader(DataLoader[Any]):
 
     @property
     def open_window(self) -> OpenWindow:
-        """The accumulation window that the pass under way went on with."""
-        run = self._epochs.progress.run
-        return OpenWindow() if run is None else run.window
+        """The accumulation window that the pass under way went on with, or the next one will."""
+        progress = self._epochs.progress
+        return progress.open_window if progress.run is None else progress.run.window
 
     @property
     def handed_out(self) -> int:
@@ -569,14 +600,22 @@ class PreparedLoader(DataLoader[Any]):
 
     def rank_state(self) -> list[str]:
         """Tell the states of a source that are this rank's own, as text; none where it has none."""
+        return [encode_snapshot(each, what=self._feed.kind) for each in self.source_states]
+
+    @property
+    def source_states(self) -> Sequence[Snapshot]:
+        """The states that the data set had after the batch that is out, where it has states."""
         run = self._epochs.progress.current
         if run is None:
-            snapshots = self._epochs.progress.upcoming.snapshots
-        elif type(run.record) is StreamPass:
-            snapshots = run.record.snapshots(run.step)
-        else:
-            snapshots = self._source.at(run.step)
-        return [encode_snapshot(each, what=self._feed.kind) for each in snapshots]
+            return self._epochs.progress.upcoming.snapshots
+        if type(run.record) is StreamPass and self._feed.is_stream:
+            return run.record.snapshots(run.step)
+        return self._source.at(run.step)
+
+    @property
+    def run(self) -> Run | None:
+        """The pass under way, or left early; None if there is none."""
+        return self._epochs.progress.run
 
     # -- passes ------------------------------------------------------------------------------
 

@@ -64,24 +64,40 @@ class Identity:
             "steps": None,
             "num_shards": None,
             "num_workers": None,
+            "shard_index": None,
+            "worker_positions": None,
             "order_length": None,
             "order_checksum": None,
             "source": None,
         }
 
 
-def layout_of(identity: Identity, steps: int, *, is_split: bool) -> dict[str, Any]:
-    """Say that a position counts steps, and of which layout of ranks and workers.
+def layout_of(identity: Identity, steps: int) -> dict[str, Any]:
+    """Say that a position counts steps, and of which layout of ranks.
 
     Args:
         identity: The loader.
         steps: How many steps are done.
-        is_split: Whether its workers split the data themselves.
     """
+    return {"steps": steps, "num_shards": identity.num_shards}
+
+
+def split_of(
+    identity: Identity, snapshots: Sequence[Snapshot], *, shard_index: int | None
+) -> dict[str, Any]:
+    """Say how far each worker is that makes its own part of a stream.
+
+    Args:
+        identity: The loader.
+        snapshots: Of the workers, in the order in which they were taken.
+        shard_index: Whose workers they are, where ranks read parts of their own; None: anybody's.
+    """
+    # A pair for each worker, in the order of their latest batches: the last one's turn was last.
+    positions = [f"{each.worker[0]}:{each.position}" for each in snapshots if each.worker]
     return {
-        "steps": steps,
-        "num_shards": identity.num_shards,
-        "num_workers": identity.num_workers if is_split else None,
+        "num_workers": identity.num_workers,
+        "shard_index": shard_index,
+        "worker_positions": " ".join(positions),
     }
 
 
@@ -127,7 +143,7 @@ def read_state(state: Any, identity: Identity) -> tuple[Cursor, int]:
         steps=steps or 0,
         is_done=bool(state["is_done"]),
         order=_order_in(state),
-        snapshots=() if state["source"] is None else (decode_snapshot(state["source"]),),
+        snapshots=_snapshots_in(state, identity),
     )
     most = identity.num_samples if identity.unit == "samples" else None
     if most is not None and cursor.consumed > most:
@@ -178,6 +194,22 @@ def _check_layout(state: Mapping[str, Any], identity: Identity) -> int | None:
     if state["num_workers"] is not None:
         _compare(state, "num_workers", identity.num_workers, remedy)
     return number_in(state, "steps")
+
+
+def _snapshots_in(state: Mapping[str, Any], identity: Identity) -> tuple[Snapshot, ...]:
+    if state["worker_positions"] is None:
+        return () if state["source"] is None else (decode_snapshot(state["source"]),)
+    try:
+        pairs = [tuple(map(int, pair.split(":", 1))) for pair in state["worker_positions"].split()]
+    except (AttributeError, ValueError) as error:
+        raise StateError(
+            "`worker_positions` of the state must be pairs of numbers, got "
+            f"{state['worker_positions']!r:.60}. The state is damaged: take another one."
+        ) from error
+    return tuple(
+        Snapshot(position, None, (worker, max(1, identity.num_workers)))
+        for worker, position in pairs
+    )
 
 
 def _order_in(state: Mapping[str, Any]) -> tuple[int, int] | None:

@@ -177,7 +177,7 @@ def open_stream(
     is_tracked = can_jump(dataset)
     begin = dataset
     if snapshot is not None:
-        begin = copy.copy(dataset)  # padding is from the start of the epoch
+        begin = _copy_of(dataset)  # padding is from the start of the epoch
         dataset.load_state_dict(snapshot.state)
     source = iter(dataset)
     position = 0 if snapshot is None else snapshot.position
@@ -200,6 +200,14 @@ def open_stream(
     head = first_window if snapshot is None else partial(iter, begin)
     parts = deal(chain(first, items), plan, head=head, shards=shards)
     return OpenStream(parts, splits_itself, items)
+
+
+def _copy_of(dataset: Any) -> Any:
+    """Copy a stream, so that loading a state into one leaves the other as it was."""
+    copied = copy.copy(dataset)
+    if copied.__dict__ is dataset.__dict__:  # those of Hugging Face share it
+        copied.__dict__ = dict(dataset.__dict__)
+    return copied
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,6 +239,16 @@ class StreamFeed:
     is_by_value: bool = True
 
     @property
+    def is_stream(self) -> bool:
+        """A stream is one."""
+        return True
+
+    @property
+    def is_split(self) -> bool:
+        """Whether workers divide the stream among themselves, each to its own end."""
+        return self.worker_split == "dataset" and self.num_workers > 1
+
+    @property
     def dealt(self) -> ShardPlan:
         """How what this rank reads is dealt, with an open end."""
         size = 1 if self.batch_size is None else self.batch_size
@@ -243,8 +261,7 @@ class StreamFeed:
     def num_samples(self) -> int | None:
         """Items of the stream that is read, None if that does not tell how many steps there are."""
         # Workers among which the data set divides itself may each add a step at their ends.
-        is_split = self.worker_split == "dataset" and self.num_workers > 1
-        return None if self.is_cut or is_split else known_length(self.dataset)
+        return None if self.is_cut or self.is_split else known_length(self.dataset)
 
     @property
     def plan(self) -> ShardPlan:

@@ -265,11 +265,15 @@ class StreamReader:
         return Message(_packed(batches), tuple(records), has_ended, failure, splits_itself)
 
     def _snapshot(self, consumed: int) -> Snapshot | None:
+        """Say how to come back to where the stream stands after a batch."""
         assert self._stream is not None  # it has given a part
         found = self._stream.items.state_before(consumed)
-        if found is None:
-            return None
-        return Snapshot(*found, worker_place() if self._stream.splits_itself else None)
+        if not self._stream.splits_itself:
+            return None if found is None else Snapshot(*found)
+        # How far each worker has come is not told by the number of steps: some end early.
+        if found is None or found[0] < consumed:
+            return Snapshot(consumed, None, worker_place())
+        return Snapshot(*found, worker_place())
 
     def _parts_of(self, task: StreamTask) -> Iterator[Part[Any]]:
         if task.number != self._number or self._stream is None:
@@ -304,17 +308,22 @@ class StreamReader:
             self.plan.seek(start),
             self.worker_split,
             shards=self.shards,
-            snapshot=snapshot,
+            snapshot=None if snapshot is None or snapshot.state is None else snapshot,
             seed_sample=seeding.by_sample(task.epoch),
         )
         if opened.splits_itself:
             opened.items.seed_sample = self.seeding.of_part(*place).by_sample(task.epoch)
             replace(self.seeding, is_shared=False).apply(task.epoch, place[0])
-            count = 1 if self.shards is None else len(self.shards)
-            windows = len(range(place[0], task.start // count, place[1])) - self._step
-            for _ in islice(opened.parts, windows * count):
-                pass
+            if not task.snapshots:
+                self._leave_out(opened, task.start, place)
         return opened
+
+    def _leave_out(self, opened: OpenStream, steps: int, place: tuple[int, int]) -> None:
+        """Read past this worker's share of the steps that are left out."""
+        count = 1 if self.shards is None else len(self.shards)
+        windows = len(range(place[0], steps // count, place[1]))
+        for _ in islice(opened.parts, windows * count):
+            pass
 
 
 @dataclass(frozen=True, slots=True)
