@@ -5,6 +5,7 @@ from __future__ import annotations
 from shardplug.agree import gather, gather_for_metrics, set_seed, synchronize_rng_states
 from shardplug.comm import Comm, SoloComm
 from shardplug.comm_torch import TorchComm, current_comm
+from shardplug.dispatch import DataLoaderDispatcher
 from shardplug.engine import ShardEngine
 from shardplug.errors import (
     BatchError,
@@ -35,6 +36,7 @@ __all__ = [
     "BatchSamplerShard",
     "Comm",
     "CommError",
+    "DataLoaderDispatcher",
     "DataLoaderShard",
     "IterableDatasetShard",
     "PermutedSampler",

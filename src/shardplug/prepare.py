@@ -5,54 +5,24 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset
-from torchdata.stateful_dataloader import StatefulDataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from shardplug.comm import Comm, SoloComm, agree_on
-from shardplug.comm_torch import current_comm, local_device, mesh_coordinate
+from shardplug.comm_torch import current_comm, local_device
+from shardplug.dispatch import DataLoaderDispatcher
+from shardplug.dividing import LOADER_FACTS, Options, check_loader, is_seen_cut, own_shard
 from shardplug.errors import PlanError, ShardplugWarning
-from shardplug.feeds import (
-    BroadcastBatches,
-    BroadcastSampler,
-    Feed,
-    IndexFeed,
-    find_cut,
-    find_generator,
-    find_seed,
-    follows_seed,
-    seeded,
-)
+from shardplug.feeds import Feed, seeded
 from shardplug.loader import DataLoaderShard, whole_feed
-from shardplug.plan.shard import Shard, shard_on_mesh
-from shardplug.plan.split import Split, Tail
+from shardplug.plan.shard import Shard
+from shardplug.plan.split import Tail
 from shardplug.prepared import PreparedLoader, Settings, check_count
-from shardplug.rng import check_rng_types, draw_seed, signed_seed
-from shardplug.samplers import (
-    BatchSamplerShard,
-    SkipBatchSampler,
-    choose_tail,
-    is_plain,
-)
-from shardplug.streams import (
-    IterableDatasetShard,
-    StreamFeed,
-    is_cut_by_node,
-    own_part,
-    splits_by_worker,
-)
-from shardplug.worker_info import WorkerSplit, check_worker_split
-
-_LOADER_FACTS: dict[str, str | None] = {
-    "seed": None,  # rank 0's is taken
-    "number of samples": "Give every rank the same data set, or pass already_sharded=True.",
-    "batch size": "Prepare the same loader on every rank.",
-    "way batches are divided": "Pass the same options on every rank.",
-    "number of shards": "Pass the same num_processes or mesh on every rank.",
-}
+from shardplug.rng import draw_seed
+from shardplug.samplers import SkipBatchSampler
 
 
 def prepare_data_loader(  # noqa: PLR0917  # these names and their order are Accelerate's
@@ -102,10 +72,15 @@ def prepare_data_loader(  # noqa: PLR0917  # these names and their order are Acc
         put_on_device: Move each batch, any nesting; what is no tensor passes through.
         rng_types: Generators made equal to rank 0's at the start of each pass: "torch", "cuda",
             "xla", "generator", "numpy", "python".
-        dispatch_batches: False or None: every rank reads its own part.
+        dispatch_batches: True: rank 0 reads and each rank receives its rows, see
+            `DataLoaderDispatcher`; elsewhere ``dataloader`` may be None, or one over None. False:
+            every rank reads its own part. None: True for a stream that is not known to be cut
+            already, on more than one rank.
         even_batches: True: all ranks take the same number of full steps, padding from the start of
             the epoch. False: nothing is repeated, ranks may differ by a step.
-        slice_fn_for_dispatch: Has no effect without dispatching, which a warning says.
+        slice_fn_for_dispatch: Cuts each shard's rows out of a round of joined batches, as
+            ``f(data, tensor_slice, process_index=..., num_processes=...)``. Has no effect without
+            dispatching, which a warning says.
         use_seedable_sampler: Chooses the seed. True: ``data_seed``, else the ``initial_seed()`` of
             the user's generator, else rank 0's ``torch.initial_seed()``. False: that of the user's
             generator, else one draw of rank 0's torch RNG.
@@ -142,11 +117,6 @@ def prepare_data_loader(  # noqa: PLR0917  # these names and their order are Acc
     """
     if isinstance(dataloader, PreparedLoader):
         return dataloader
-    if dispatch_batches:
-        raise PlanError(
-            "`dispatch_batches` must be False or None, got True. Leave it out: each rank reads its "
-            "own part."
-        )
     ranks = current_comm() if comm is None else comm
     own = own_shard(ranks, torch_device_mesh, data_axes)
     shard = Shard(
@@ -154,41 +124,39 @@ def prepare_data_loader(  # noqa: PLR0917  # these names and their order are Acc
         own.count if num_processes is None else num_processes,
     )
     is_simulation = shard != own
-    _warn_of_no_effect(slice_fn_for_dispatch, use_seedable_sampler, data_seed)
+    options = Options(
+        device=_choose_device(device) if put_on_device else None,
+        rng_types=rng_types,
+        split_batches=split_batches,
+        even_batches=even_batches,
+        tail=tail,
+        use_seedable_sampler=use_seedable_sampler,
+        data_seed=data_seed,
+        already_sharded=already_sharded,
+        sync_order=sync_order,
+        worker_split=worker_split,
+        non_blocking=non_blocking,
+        is_stateful=use_stateful_dataloader,
+        batches_per_message=batches_per_message,
+        seed_samples=seed_samples,
+        slice_fn=slice_fn_for_dispatch,
+        comm=comm,
+    )
+    is_dispatched = _is_dispatched(dispatch_batches, dataloader, options, is_simulation)
+    _warn_of_no_effect(
+        None if is_dispatched else slice_fn_for_dispatch, use_seedable_sampler, data_seed
+    )
+    if is_dispatched:
+        return DataLoaderDispatcher.dispatching(dataloader, options, shard)
 
     def prepare() -> tuple[tuple[Feed, Settings], Sequence[int]]:
-        loader = _check_loader(dataloader, is_plain=use_stateful_dataloader)
-        seed, is_pinned = _choose_seed(
-            loader, data_seed if use_seedable_sampler else None, use_seedable_sampler
-        )
-        feed = make_feed(
-            loader,
-            Division(
-                shard=shard,
-                split=Split.SLICE if split_batches else Split.WHOLE,
-                tail=choose_tail(tail, even_batches=even_batches, drop_last=_drops_last(loader)),
-                already_sharded=already_sharded,
-                broadcast=ranks if _is_broadcast(sync_order) and not is_simulation else None,
-                worker_split=check_worker_split(worker_split),
-            ),
-        )
-        settings = Settings(
-            seed=seed,
-            is_seed_pinned=is_pinned,
-            device=_choose_device(device) if put_on_device else None,
-            non_blocking=non_blocking,
-            rng_types=check_rng_types(rng_types),
-            generator=find_generator(loader),
-            is_stateful=use_stateful_dataloader or isinstance(loader, StatefulDataLoader),
-            per_message=check_count("batches_per_message", batches_per_message, least=1),
-            seeds_samples=seed_samples,
-            is_simulation=is_simulation,
-            comm=comm,
-        )
+        loader = check_loader(dataloader, is_plain=use_stateful_dataloader)
+        settings = replace(options, slice_fn=None).settings(loader, is_simulation=is_simulation)
+        feed = options.feed(loader, shard, broadcast=None if is_simulation else ranks)
         _ = feed.plan  # raises where so many samples in batches of this size cannot be divided so
         num_samples = None if feed.is_cut else feed.num_samples
         facts = (
-            seed,
+            settings.seed,
             -1 if num_samples is None else num_samples,
             feed.batch_size or 0,
             2 * list(Tail).index(feed.tail) + split_batches,
@@ -197,7 +165,7 @@ def prepare_data_loader(  # noqa: PLR0917  # these names and their order are Acc
         return (feed, settings), facts
 
     (feed, settings), agreed = agree_on(
-        SoloComm() if is_simulation else ranks, prepare, subject="the loader", facts=_LOADER_FACTS
+        SoloComm() if is_simulation else ranks, prepare, subject="the loader", facts=LOADER_FACTS
     )
     settings = replace(settings, seed=agreed[0])
     return DataLoaderShard.over(dataloader, seeded(feed, settings.seed), settings)
@@ -220,7 +188,7 @@ def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> Dat
     Raises:
         PlanError: If an argument does not fit.
     """
-    loader = _check_loader(dataloader, is_plain=False)
+    loader = check_loader(dataloader, is_plain=False)
     check_count("num_batches", num_batches, least=0)
     if isinstance(loader, PreparedLoader):
         return loader.skipping(num_batches)
@@ -233,141 +201,6 @@ def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> Dat
     # A DataLoader refuses to have these set; a clone that has not iterated may take them.
     clone.__dict__.update({name: skipping, "_iterator": None})
     return clone
-
-
-def own_shard(comm: Comm, mesh: Any, data_axes: Sequence[str] | None) -> Shard:
-    """Find this process's part: its place on the data axes of the mesh, else its rank."""
-    if mesh is None:
-        if data_axes is not None:
-            raise PlanError(
-                f"`data_axes` must come with a mesh, got {tuple(data_axes)} without one. "
-                "Pass torch_device_mesh, or leave it out."
-            )
-        return Shard(comm.rank, comm.world_size)
-    axes, sizes, coordinate = mesh_coordinate(mesh)
-    return shard_on_mesh(axes, sizes, coordinate=coordinate, data_axes=data_axes)
-
-
-@dataclass(frozen=True, slots=True)
-class Division:
-    """How a loader's data is to be divided.
-
-    Attributes:
-        shard: Which part, of how many.
-        split: How batches are divided.
-        tail: What happens at an uneven end.
-        already_sharded: Whether the loader yields this rank's part; None to find out.
-        broadcast: The ranks, if they follow rank 0's order; None if each draws its own.
-        worker_split: Who divides a stream among workers.
-    """
-
-    shard: Shard
-    split: Split
-    tail: Tail
-    already_sharded: bool | None
-    broadcast: Comm | None
-    worker_split: WorkerSplit
-
-
-def make_feed(loader: DataLoader[Any], division: Division) -> Feed:
-    """Make the feed of a loader.
-
-    Raises:
-        PlanError: If its batches cannot be divided so.
-    """
-    if isinstance(loader.dataset, IterableDataset):
-        return _stream_feed(loader, division)
-    is_ready = loader.batch_sampler is None
-    source: Any = BatchSampler(loader.sampler, 1, False) if is_ready else loader.batch_sampler
-    cut = find_cut(source, already_sharded=division.already_sharded, shard=division.shard)
-    if cut is not None and isinstance(source, BatchSamplerShard) and source.num_processes > 1:
-        return IndexFeed(source)  # it cuts as we would, and knows its padding
-    if cut is not None:
-        tail = Tail.DROP if division.tail is Tail.DROP else Tail.UNEVEN
-        return IndexFeed(BatchSamplerShard(source, tail=tail), is_ready, cut)
-    if is_ready and division.split is Split.SLICE:
-        raise PlanError(
-            "`batch_size` must be set for batches to be split, got None. Pass split_batches=False."
-        )
-    if division.broadcast is not None and not follows_seed(source):
-        source = _broadcast(source, division.broadcast)
-    shard, tail = division.shard, division.tail
-    if shard.count == 1 and tail is Tail.PAD:
-        tail = Tail.UNEVEN  # alone there is nobody to be even with
-    split = division.split is Split.SLICE
-    return IndexFeed(
-        BatchSamplerShard(source, shard.count, shard.index, split, tail=tail), is_ready
-    )
-
-
-def _stream_feed(loader: DataLoader[Any], division: Division) -> Feed:
-    dataset, shard, tail = loader.dataset, division.shard, division.tail
-    if loader.batch_size is None and division.split is Split.SLICE:
-        raise PlanError(
-            "`batch_size` must be set for batches to be split, got None. Pass split_batches=False."
-        )
-    is_cut = division.already_sharded
-    if is_cut is None:
-        is_cut = is_cut_by_node(dataset) or _is_cut_by_us(dataset)
-    if not is_cut and tail is not Tail.EXACT:
-        part = own_part(dataset, shard)
-        if part is not None:
-            dataset, is_cut = part, True
-    if shard.count == 1 and tail is Tail.PAD:
-        tail = Tail.UNEVEN
-    worker_split = division.worker_split
-    if isinstance(dataset, IterableDatasetShard) or (
-        worker_split == "auto" and splits_by_worker(dataset)
-    ):
-        worker_split = "dataset"
-    feed = StreamFeed(
-        dataset=dataset,
-        batch_size=loader.batch_size,
-        shard=shard,
-        split=division.split,
-        tail=tail,
-        is_cut=is_cut,
-        worker_split=worker_split,
-        num_workers=loader.num_workers,
-    )
-    _ = feed.plan  # raises where batches of this size cannot be divided so
-    return feed
-
-
-def _is_cut_by_us(dataset: Any) -> bool:
-    return isinstance(dataset, IterableDatasetShard) and dataset.num_processes > 1
-
-
-def _broadcast(source: Any, comm: Comm) -> Any:
-    if is_plain(source):
-        sampler = BroadcastSampler(source.sampler, comm)
-        return BatchSampler(sampler, source.batch_size, source.drop_last)
-    return BroadcastBatches(source, comm)
-
-
-def _drops_last(loader: DataLoader[Any]) -> bool:
-    return bool(loader.drop_last or getattr(loader.batch_sampler, "drop_last", False))
-
-
-def _check_loader(dataloader: Any, *, is_plain: bool) -> DataLoader[Any]:
-    if not isinstance(dataloader, DataLoader):
-        raise PlanError(
-            "`dataloader` must be a torch.utils.data.DataLoader, got "
-            f"{type(dataloader).__name__}. Wrap the data in one."
-        )
-    if is_plain and type(dataloader) not in (DataLoader, StatefulDataLoader):
-        raise PlanError(
-            "`dataloader` must be a plain DataLoader with use_stateful_dataloader=True, got "
-            f"{type(dataloader).__name__}: a subclass cannot be made into a stateful one. "
-            "Pass a DataLoader, or leave use_stateful_dataloader out."
-        )
-    return dataloader
-
-
-def _is_broadcast(sync_order: str) -> bool:
-    if sync_order not in ("agree", "broadcast"):
-        raise PlanError(f'`sync_order` must be "agree" or "broadcast", got {sync_order!r}.')
-    return sync_order == "broadcast"
 
 
 def _warn_of_no_effect(
@@ -387,18 +220,34 @@ def _warn_of_no_effect(
         )
 
 
-def _choose_seed(
-    loader: DataLoader[Any], data_seed: int | None, use_seedable: bool
-) -> tuple[int, bool]:
-    """Choose this rank's seed, as a signed 64-bit number; rank 0's is the one that counts.
-
-    Also tells whether it is the user's choice, so that no state may bring another one.
-    """
-    chosen = find_seed(loader) if data_seed is None else data_seed
-    if chosen is not None:
-        return signed_seed(chosen), True
-    return signed_seed(torch.initial_seed() if use_seedable else draw_seed()), False
-
-
 def _choose_device(device: torch.device | str | int | None) -> torch.device:
     return local_device() if device is None else torch.device(device)
+
+
+def _is_dispatched(
+    dispatch_batches: bool | None, dataloader: Any, options: Options, is_simulation: bool
+) -> bool:
+    """Tell whether one rank is to read for all: streams, unless they are cut already.
+
+    Raises:
+        PlanError: If it cannot: each rank has a part of its own, or there are no ranks to send to.
+    """
+    if dispatch_batches is None:
+        dataset = dataloader.dataset if isinstance(dataloader, DataLoader) else None
+        is_cut = options.already_sharded
+        if is_cut is None:
+            is_cut = is_seen_cut(dataset)
+        ranks = current_comm() if options.comm is None else options.comm
+        is_alone = is_simulation or ranks.world_size == 1
+        return isinstance(dataset, IterableDataset) and not is_cut and not is_alone
+    if dispatch_batches and options.already_sharded:
+        raise PlanError(
+            "`already_sharded` must be False or None with dispatch_batches=True, got True: one "
+            "rank reads for all. Leave one of them out."
+        )
+    if dispatch_batches and is_simulation:
+        raise PlanError(
+            "`dispatch_batches` must be False or None for a shard that is not this process's own, "
+            "got True: nobody would send it. Leave num_processes and process_index out."
+        )
+    return dispatch_batches

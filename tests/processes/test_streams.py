@@ -25,7 +25,7 @@ def forked(num_workers: int) -> dict[str, Any]:
 
 def loaded(_: Comm, dataset: Any, options: dict[str, Any], num_workers: int) -> RankRun:
     loader = DataLoader(dataset, 2, **forked(num_workers))
-    return loader_rank(prepare_data_loader(loader, **options))
+    return loader_rank(prepare_data_loader(loader, dispatch_batches=False, **options))
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
@@ -51,7 +51,7 @@ def test_uneven_parts_end_together() -> None:
 def ended(comm: Comm, lengths: list[int], fails_at: int | None) -> str:
     ids = Ids(lengths[comm.rank], fails_at=fails_at if comm.rank == 1 else None)
     try:
-        list(prepare_data_loader(DataLoader(ids, 2)))
+        list(prepare_data_loader(DataLoader(ids, 2), dispatch_batches=False))
     except CommError as error:
         return str(error)
     except ValueError as error:
@@ -94,7 +94,9 @@ def hugging_face(comm: Comm, folder: str) -> list[RankRun]:
         stream = datasets.load_dataset("json", data_files=files, split="train", streaming=True)
         if is_by_node:
             stream = split_dataset_by_node(stream, comm.rank, comm.world_size)
-        loader = prepare_data_loader(DataLoader(stream, 2, **forked(num_workers)))
+        loader = prepare_data_loader(
+            DataLoader(stream, 2, **forked(num_workers)), dispatch_batches=False
+        )
         runs.append(loader_rank(loader, ids=lambda batch: batch["id"].tolist()))
     return runs
 

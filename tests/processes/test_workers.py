@@ -33,7 +33,8 @@ def test_a_worker_that_dies_is_an_error(kind: Any, is_kept: bool) -> None:
 def outcome(comm: Comm) -> str:
     ids = Ids(400, dies_at=21 if comm.rank == 1 else None)
     try:
-        list(prepare_data_loader(DataLoader(ids, 2, num_workers=1, **FORKED), tail="pad"))
+        loader = DataLoader(ids, 2, num_workers=1, **FORKED)
+        list(prepare_data_loader(loader, tail="pad", dispatch_batches=False))
     except CommError as error:
         return f"told: {error}"
     except RuntimeError as error:
@@ -43,5 +44,7 @@ def outcome(comm: Comm) -> str:
 
 def test_other_ranks_are_told_of_it() -> None:
     first, second = run_processes(2, outcome, timeout_s=20)
-    assert first.startswith("told: Another rank could not go on: rank 1 failed with RuntimeError"), first
+    assert first.startswith(
+        "told: Another rank could not go on: rank 1 failed with RuntimeError"
+    ), first
     assert second.startswith("raised: ")
