@@ -1,50 +1,57 @@
-"""`ShardHandler`: an engine that it is attached to reads its shard of whatever loader it is given.
+"""`ShardHandler`: an engine that it is attached to reads its shard of whatever it is given.
 
-It works by the engine's events alone. Of Ignite it touches one thing that is not promised, the
-order of the handlers of an event, as Ignite's own profilers do. It never listens to
-EXCEPTION_RAISED: an engine with a handler there swallows the user's exception.
+It works by the engine's events alone; what it does at each of them is in `Attachment`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, final
 from weakref import WeakKeyDictionary
 
 import torch
-from ignite.engine import DeterministicEngine, Engine, Events, State
+from ignite.engine import DeterministicEngine, Engine, Events
 from torch.utils.data import DataLoader
 
 from shardplug import (
     Comm,
+    DataLoaderDispatcher,
     DataLoaderShard,
     PlanError,
     ShardEngine,
     ShardPlan,
+    StateError,
     Tail,
     current_comm,
 )
+from shardplug_ignite.attachment import Attachment, Prepared
+from shardplug_ignite.items import loader_over
+from shardplug_ignite.lengths import Loader
+from shardplug_ignite.positions import SavedRun, read_state
+from shardplug_ignite.progress import ShardProgress
+from shardplug_ignite.steps import RealSteps
+from shardplug_ignite.stops import Stops
 
-_UNKNOWN = -1
-"""Stands for a number of steps that only a pass will tell, in messages between ranks."""
+_NOTHING = SavedRun(None, 0, 0, 0, None, False, 1, None, None, 0, True, 0, None)
 
 
 @final
 class ShardHandler:
     """Sharding for Ignite engines: attaching is all it takes.
 
-    When a run starts, the DataLoader that the engine was given is replaced by a clone that reads
-    this rank's shard; ``engine.run(loader)`` stays as it is. One handler serves any number of
-    engines and loaders of one kind; a loader is prepared once and kept for as long as the user
-    keeps it, workers included.
+    When a run starts, the data that the engine was given is replaced by a loader that reads this
+    rank's shard of it; ``engine.run(loader)`` stays as it is. A DataLoader is cloned; one that was
+    prepared before stays as it is; the items of any other iterable are taken for batches that are
+    ready, and dealt out. One handler serves any number of engines and loaders of one kind; a
+    DataLoader is prepared once and kept for as long as the user keeps it, workers included.
 
     ``mode`` says what the engines are for:
 
     * ``"train"``: all ranks take the same number of full steps, padded from the start of the
       epoch's order (``tail`` and the loader's ``drop_last`` say otherwise). Each pass over a loader
-      is its next epoch, in a run of another epoch length and in a new run as well; an engine that
-      resumes at a later epoch starts with the order of that epoch, from its first batch.
+      is its next epoch, in a run of another epoch length and in a new run as well. All ranks stop
+      together, whichever of them asks for it.
     * ``"eval"``: every sample counts once, whatever the loader's ``drop_last``. All ranks take the
       same number of steps (``tail="exact"``); where that cannot be, for want of samples, with one
       row per step, or where batch samplers of the user's own make the batches, ranks may differ by
@@ -55,25 +62,49 @@ class ShardHandler:
     the loader's length. A length that was worked out or found in one run is not carried over to the
     next.
 
+    To resume, have Ignite's ``Checkpoint`` save the handler beside the trainer, the model and the
+    optimizer, one handler for each trainer. Its state says where the data stood when the last
+    iteration was completed, or, if the optimizer is known, when it last stepped: gradients that
+    were gathered and not stepped with are made again. So it may be saved at any event, after an
+    exception too, and loaded on any number of ranks; the engine's counts are fitted to the epochs
+    that there are now. An engine whose own state alone was loaded goes on by its count of
+    iterations. Where `attach` is told a ``snapshot``, random generators go on as well.
+
+    ``engine.state.shard`` tells where a run stands: see `ShardProgress`.
+
     Collective: making one with a ``loader`` is, and so is the start of each run of an engine that
-    it is attached to. Under torchrun, making one starts the process group if nobody has; call
-    ``idist.initialize``, or enter ``idist.Parallel``, before that.
+    it is attached to, and, in training, the end of each iteration. Under torchrun, making one
+    starts the process group if nobody has; call ``idist.initialize``, or enter ``idist.Parallel``,
+    before that.
 
     Args:
         loader: Prepared at once, so that `loader` and its length are known before a run. None:
             loaders are prepared when an engine is given them.
+        optimizer: What the trainer steps, so that real steps are known: those that a scaler did not
+            skip, at the end of a window of accumulation.
+        lr_scheduler: One of torch's, ticked at the end of an iteration for each real step. Attach
+            Ignite's own to `step_event`.
         mode: "train" or "eval".
+        gradient_accumulation_steps: Iterations of a window, where those that are a multiple of it
+            end one, as in Ignite's trainers. None: a window ends when the optimizer steps, or, if
+            that is not known, with each iteration.
+        agree_stop: Whether ranks ask each other at the end of each training iteration whether one
+            of them wants to stop. False: only if all ranks always ask for it together.
         split_batches: False: each rank gets whole batches, every n-th. True: each batch is cut and
             each rank gets its piece.
         even_batches: False: nothing is repeated and ranks may differ by a step, which is an error
             in training where they do.
         tail: "pad", "drop", "uneven" or "exact" says outright what happens at the end of an epoch.
+        dispatch_batches: True: rank 0 reads and every rank receives its rows. False: every rank
+            reads. None: True for streams that are not known to be cut already.
+        slice_fn_for_dispatch: Cuts each shard's rows out of a round; see `prepare_data_loader`.
         rng_types: Generators made equal to rank 0's at the start of each pass.
         use_seedable_sampler: Chooses where the seed of the order comes from.
         data_seed: The seed of the order.
         put_on_device: Whether batches are moved before the engine gets them.
         device: Where they are moved; None: the device of this process.
         non_blocking: Whether moves to the device may overlap with what comes after.
+        use_stateful_dataloader: Read through torchdata's StatefulDataLoader.
         torch_device_mesh: Ranks that differ only in its model axes read the same batches.
         data_axes: The mesh axes that divide the data, where their names do not tell.
         already_sharded: True: loaders yield this rank's part, and are not cut again. None: found
@@ -82,6 +113,7 @@ class ShardHandler:
             the ranks' orders at each pass, "broadcast" sends rank 0's.
         worker_split: Who divides a stream among workers: "shardplug", "dataset", or "auto".
         batches_per_message: Most batches that one message from a worker carries, at least 1.
+        seed_samples: Whether to seed before each sample, by its position.
         comm: The ranks; None: those of this process.
 
     Raises:
@@ -100,24 +132,32 @@ class ShardHandler:
 
     def __init__(
         self,
-        loader: DataLoader[Any] | None = None,
+        loader: Any = None,
+        optimizer: torch.optim.Optimizer | None = None,
+        lr_scheduler: Any = None,
         *,
         mode: Literal["train", "eval"] = "train",
+        gradient_accumulation_steps: int | None = None,
+        agree_stop: bool = True,
         split_batches: bool = False,
         even_batches: bool = True,
         tail: Literal["pad", "drop", "uneven", "exact"] | None = None,
+        dispatch_batches: bool | None = None,
+        slice_fn_for_dispatch: Callable[..., Any] | None = None,
         rng_types: Sequence[str] | None = ("generator",),
         use_seedable_sampler: bool = True,
         data_seed: int | None = None,
         put_on_device: bool = True,
         device: torch.device | str | int | None = None,
         non_blocking: bool = False,
+        use_stateful_dataloader: bool = False,
         torch_device_mesh: Any = None,
         data_axes: Sequence[str] | None = None,
         already_sharded: bool | None = None,
         sync_order: Literal["agree", "broadcast"] = "agree",
         worker_split: Literal["auto", "shardplug", "dataset"] = "auto",
         batches_per_message: int = 1,
+        seed_samples: bool = False,
         comm: Comm | None = None,
     ) -> None:
         if mode not in ("train", "eval"):
@@ -126,33 +166,46 @@ class ShardHandler:
         # Where an evaluation is not told how to end, the loader's numbers decide.
         self._prefers_exact = self._is_eval and even_batches and tail is None
         self._comm = comm
-        self._shards = ShardEngine(
-            split_batches=split_batches,
-            even_batches=even_batches,
-            tail=Tail.UNEVEN.value if self._is_eval and tail is None else tail,
-            rng_types=rng_types,
-            use_seedable_sampler=use_seedable_sampler,
-            data_seed=data_seed,
-            non_blocking=non_blocking,
-            torch_device_mesh=torch_device_mesh,
-            data_axes=data_axes,
-            comm=comm,
-        )
+        self._window = gradient_accumulation_steps
+        self._agrees_on_stop = agree_stop and not self._is_eval
+        self._engine_options: dict[str, Any] = {
+            "split_batches": split_batches,
+            "even_batches": even_batches,
+            "tail": Tail.UNEVEN.value if self._is_eval and tail is None else tail,
+            "rng_types": rng_types,
+            "use_seedable_sampler": use_seedable_sampler,
+            "data_seed": data_seed,
+            "non_blocking": non_blocking,
+            "use_stateful_dataloader": use_stateful_dataloader,
+            "seed_samples": seed_samples,
+            "gradient_accumulation_steps": gradient_accumulation_steps or 1,
+            "torch_device_mesh": torch_device_mesh,
+            "data_axes": data_axes,
+            "comm": comm,
+        }
         self._options: dict[str, Any] = {
             "put_on_device": put_on_device,
             "device": device,
+            "dispatch_batches": dispatch_batches,
+            "slice_fn_for_dispatch": slice_fn_for_dispatch,
             "already_sharded": already_sharded,
             "sync_order": sync_order,
             "worker_split": worker_split,
             "batches_per_message": batches_per_message,
         }
-        self._prepared: WeakKeyDictionary[DataLoader[Any], DataLoaderShard] = WeakKeyDictionary()
-        # By engine, the epoch length that nobody gave: it was worked out here, or found in a run.
-        self._lengths: WeakKeyDictionary[Engine, int | None] = WeakKeyDictionary()
-        self._loader = None if loader is None else self._shard_of(loader)
+        if gradient_accumulation_steps == 0:
+            raise PlanError("`gradient_accumulation_steps` must be at least 1, got 0.")
+        self._shards = ShardEngine(**self._engine_options)  # raises where one does not fit
+        self._steps = _real_steps(optimizer, lr_scheduler, is_eval=self._is_eval)
+        self._prepared: WeakKeyDictionary[DataLoader[Any], Prepared] = WeakKeyDictionary()
+        # What is no DataLoader cannot be watched: the latest is kept.
+        self._latest: tuple[Any, Prepared] | None = None
+        self._attachments: WeakKeyDictionary[Engine, Attachment] = WeakKeyDictionary()
+        self._saved: SavedRun | None = None
+        self._loader = None if loader is None else self.prepared(loader).loader
 
     @property
-    def loader(self) -> DataLoaderShard:
+    def loader(self) -> Loader:
         """The prepared loader: of the last run that started, at first that of the one given.
 
         Raises:
@@ -165,11 +218,32 @@ class ShardHandler:
             )
         return self._loader
 
-    def attach(self, engine: Engine) -> None:
-        """Have an engine read its shard of every loader that it is given from now on.
+    @property
+    def step_event(self) -> Any:
+        """The event of an iteration that is the first, or that follows on a real optimizer step.
+
+        Ignite's own schedulers attach to it, and so give the k-th step their k-th value:
+        ``PiecewiseLinear(optimizer, "lr", milestones).attach(trainer, handler.step_event)``.
+
+        Raises:
+            PlanError: If the handler does not know the optimizer.
+        """
+        if self._steps is None:
+            raise PlanError(
+                "`optimizer` must be given to the handler for steps to be known, got none. "
+                "Pass optimizer=..."
+            )
+        return Events.ITERATION_STARTED(event_filter=self._is_tick)
+
+    def attach(self, engine: Engine, snapshot: Any = None) -> None:
+        """Have an engine read its shard of all data that it is given from now on.
 
         Args:
             engine: A trainer or an evaluator.
+            snapshot: An event, such as that of the ``Checkpoint``, at which ranks tell each other
+                the states of their random generators (and of data sets that keep their own), so
+                that what is saved then has them; they are given back on the same number of ranks.
+                Collective: all ranks come to the event together.
 
         Raises:
             PlanError: If it is not an engine, one that rebuilds its loaders, or attached already.
@@ -188,11 +262,26 @@ class ShardHandler:
             raise PlanError(
                 "`engine` must not have this handler yet, got one that does. Call detach() first."
             )
-        for event, handler in self._handlers.items():
-            engine.add_event_handler(event, handler)
-        # Whatever else looks at the loader and its length when a run starts shall see ours.
-        at_start = engine._event_handlers[Events.STARTED]  # noqa: SLF001  # as Ignite's profilers do
-        at_start.insert(0, at_start.pop())
+        if self._is_eval and snapshot is not None:
+            raise PlanError(
+                "`snapshot` must be left out with mode='eval', got one: evaluations are not "
+                "resumed."
+            )
+        ranks = self.ranks()
+        is_alone = ranks.world_size == 1 or not self._agrees_on_stop
+        attachment = Attachment(
+            self,
+            is_eval=self._is_eval,
+            steps=self._steps,
+            window=self._window,
+            stops=None if is_alone else Stops(ranks),
+        )
+        attachment.attach(engine, snapshot)
+        self._attachments[engine] = attachment
+        state: Any = engine.state
+        state.shard = ShardProgress(attachment)
+        if self._steps is not None:
+            self._steps.listen()
 
     def detach(self, engine: Engine) -> None:
         """Let an engine read what it is given, from its next run on; nothing if not attached.
@@ -200,10 +289,15 @@ class ShardHandler:
         Args:
             engine: A trainer or an evaluator.
         """
-        for event, handler in self._handlers.items():
-            if engine.has_event_handler(handler, event):
-                engine.remove_event_handler(handler, event)
-        self._lengths.pop(engine, None)
+        attachment = self._attachments.pop(engine, None)
+        if attachment is None:
+            return
+        attachment.detach(engine)
+        state: Any = engine.state
+        if getattr(state, "shard", None) == ShardProgress(attachment):
+            del state.shard
+        if self._steps is not None and not self._attachments:
+            self._steps.leave()
 
     def is_attached(self, engine: Engine) -> bool:
         """Tell whether the handler is attached to an engine.
@@ -211,162 +305,140 @@ class ShardHandler:
         Args:
             engine: A trainer or an evaluator.
         """
-        return engine.has_event_handler(self._start, Events.STARTED)
+        return engine in self._attachments
 
-    @property
-    def _handlers(self) -> dict[Events, Callable[[Engine], None]]:
-        return {
-            Events.STARTED: self._start,
-            # Where Engine.set_data() may have put another loader; both come before its next batch.
-            Events.GET_BATCH_STARTED: self._replace_data,
-            Events.DATALOADER_STOP_ITERATION: self._replace_data,
-            Events.EPOCH_COMPLETED: self._note_length,
-        }
+    # -- its state ---------------------------------------------------------------------------
 
-    # -- events ------------------------------------------------------------------------------
+    def state_dict(self) -> dict[str, Any]:
+        """Tell where the trainer that it is attached to could go on from.
 
-    def _start(self, engine: Engine) -> None:
-        """Replace the loader of a run and work out how long its epochs are.
+        Numbers, strings and None in dictionaries and lists, the same on all ranks where data is
+        looked up by index or every rank reads it. It is that of the last iteration that was
+        completed, or of the last window.
 
-        Collective: every rank must call it.
+        Not collective.
+
+        Raises:
+            StateError: If it is attached to several trainers.
         """
-        state = engine.state
-        if state.dataloader is None:
-            return
-        is_length_given = self._is_length_given(engine)
-        self._loader = loader = self._shard_of(state.dataloader)
-        state.dataloader = loader
-        self._stay_last(engine)
-        if self._is_eval or loader.epoch < state.epoch:
-            loader.set_epoch(state.epoch)
-        steps = self._check_steps(engine, loader, is_length_given=is_length_given)
-        if is_length_given:
-            self._lengths.pop(engine, None)
-            return
-        if state.iteration == 0 or engine not in self._lengths:
-            # A rank without a step goes through its epochs only if it does not know that.
-            self._lengths[engine] = steps or None
-        state.epoch_length = self._lengths[engine]
+        if self._saved is not None:
+            return self._saved.as_dict()
+        found = self._trainer()
+        if found is None:
+            return _NOTHING.as_dict()
+        engine, attachment = found
+        return attachment.run(engine).as_dict()
 
-    def _stay_last(self, engine: Engine) -> None:
-        """Let loaders be replaced after other handlers, which may set one at the same events."""
-        for event, handler in self._handlers.items():
-            if handler == self._replace_data and engine.has_event_handler(handler, event):
-                engine.remove_event_handler(handler, event)
-                engine.add_event_handler(event, handler)
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Let the next run that starts go on from a state, on this or another number of ranks.
 
-    def _replace_data(self, engine: Engine) -> None:
-        """Shard a loader that was put in place of ours while a run goes on.
+        Not collective, but every rank must load the same state. That it fits the data is found out
+        when the run starts.
 
-        Collective: every rank must call it, where there is one.
+        Args:
+            state_dict: From `state_dict`.
+
+        Raises:
+            StateError: If it is damaged or of another version; if the trainer is interrupted, or
+                there are several.
         """
-        data: Any = engine.state.dataloader
-        if isinstance(data, DataLoaderShard):
-            return
-        self._loader = loader = self._shard_of(data)
-        self._check_steps(engine, loader, is_length_given=True)  # set_data() keeps the length
-        engine.set_data(loader)
+        saved = read_state(state_dict)
+        found = self._trainer()
+        if found is not None:
+            _leave_ended_run(found[0])
+        self._saved = None if saved.is_start else saved
 
-    def _note_length(self, engine: Engine) -> None:
-        """Note a length that the engine has found; let a rank without a step go on."""
-        state = engine.state
-        if engine not in self._lengths:
-            return
-        if state.epoch_length == 0:
-            # The engine would take zero steps for the end of the run, or never start the next pass.
-            state.epoch_length = None
-            engine.set_data(self._shard_of(state.dataloader))
-        self._lengths[engine] = state.epoch_length
-
-    # -- loaders and lengths -----------------------------------------------------------------
-
-    def _shard_of(self, data: Any) -> DataLoaderShard:
-        if isinstance(data, DataLoaderShard):
-            return data
-        known = self._prepared.get(data) if isinstance(data, DataLoader) else None
-        return self._prepare(data) if known is None else known
-
-    def _prepare(self, loader: DataLoader[Any]) -> DataLoaderShard:
-        """Prepare a loader that is seen for the first time.
-
-        Collective: every rank must call it.
-        """
-        prepared = self._shards.prepare_loader(loader, **self._options)
-        if self._prefers_exact and _can_be_exact(prepared.plan):
-            prepared = self._shards.prepare_loader(loader, tail=Tail.EXACT.value, **self._options)
-        self._prepared[loader] = prepared
-        return prepared
-
-    def _is_length_given(self, engine: Engine) -> bool:
-        """Tell whether the epoch length of a run that starts is the user's.
-
-        It is not where it is the length of the data, or what an earlier run has left behind. A run
-        that resumes from a loaded state has its length from there.
-        """
-        state, own = engine.state, self._lengths.get(engine)
-        length = _length_of(state.dataloader)
-        if state.epoch_length is None:
-            return False
-        if state.iteration > 0:
-            return engine not in self._lengths or state.epoch_length not in (length, own)
-        return state.epoch_length != (own if length is None else length)
-
-    def _check_steps(
-        self, engine: Engine, loader: DataLoaderShard, *, is_length_given: bool
-    ) -> int | None:
-        """Refuse a run in which ranks would wait for each other for ever, or take no step.
-
-        Collective: every rank must call it.
-
-        Returns:
-            Steps of a pass on this rank; None if there is no telling.
-        """
-        steps = _length_of(loader)
-        ranks = current_comm() if self._comm is None else self._comm
-        told = ranks.all_gather_ints([_UNKNOWN if steps is None else steps])
-        by_rank, tail = [each for (each,) in told], loader.plan.tail
-        if not any(by_rank):
-            raise PlanError(
-                f"`loader` must make at least one step, got none with tail={tail.value!r}. Use a "
-                'smaller batch size, fewer ranks, or tail="pad".'
+    def _trainer(self) -> tuple[Engine, Attachment] | None:
+        """Find the engine that is resumed: there can be but one."""
+        if self._is_eval:
+            return None
+        found = list(self._attachments.items())
+        if len(found) > 1:
+            raise StateError(
+                f"`state_dict` must be that of one trainer, got a handler attached to {len(found)}."
+                " Give each trainer a handler of its own."
             )
-        is_open = steps is None and tail is Tail.UNEVEN and ranks.world_size > 1
-        if len(set(by_rank)) > 1 or is_open:
-            if self._is_eval:
-                _check_uneven_run(engine.state, by_rank, is_length_given=is_length_given)
+        return found[0] if found else None
+
+    # -- what its attachments ask ------------------------------------------------------------
+
+    def ranks(self) -> Comm:
+        """Return the ranks of the run."""
+        return current_comm() if self._comm is None else self._comm
+
+    def saved(self) -> SavedRun | None:
+        """Return what a run that starts is to go on from."""
+        return self._saved
+
+    def has_resumed(self) -> None:
+        """Be told that a run goes on from that."""
+        self._saved = None
+
+    def prepared(self, data: Any) -> Prepared:
+        """Prepare data that is seen for the first time.
+
+        Collective: every rank must call it.
+
+        Args:
+            data: A DataLoader, or any iterable of batches that are ready.
+        """
+        if isinstance(data, (DataLoaderShard, DataLoaderDispatcher)):
+            found: Prepared | None = Prepared(data, self._shards)
+        elif isinstance(data, DataLoader):
+            found = self._prepared.get(data)
+        else:
+            found = self._latest[1] if self._latest and self._latest[0] is data else None
+        if found is None:
+            found = self._prepare(data if isinstance(data, DataLoader) else loader_over(data))
+            if isinstance(data, DataLoader):
+                self._prepared[data] = found
             else:
-                raise PlanError(
-                    "`tail` must let all ranks take the same number of steps to train, got "
-                    f'{tail.value!r}, by which they take {_told(by_rank)}. Use tail="pad", '
-                    '"drop" or "exact", or mode="eval" for an evaluator.'
-                )
-        return steps
+                self._latest = data, found
+        elif self._latest is not None and found.loader is data is self._latest[1].loader:
+            found = self._latest[1]
+        self._loader = found.loader
+        return found
+
+    def _prepare(self, loader: DataLoader[Any]) -> Prepared:
+        # An engine of the core for each, so that none outlives its loader in a list of all.
+        shards = ShardEngine(**self._engine_options)
+        prepared: Any = shards.prepare_loader(loader, **self._options)
+        if self._prefers_exact and _can_be_exact(prepared.plan):
+            shards = ShardEngine(**self._engine_options)
+            prepared = shards.prepare_loader(loader, tail=Tail.EXACT.value, **self._options)
+        return Prepared(prepared, shards)
+
+    def _is_tick(self, engine: Engine, count: int) -> bool:  # Ignite's signature
+        attachment = self._attachments.get(engine)
+        return attachment is not None and attachment.is_tick(engine)
 
 
-def _check_uneven_run(state: State, by_rank: Sequence[int], *, is_length_given: bool) -> None:
-    """Refuse an evaluation that would not end with each rank's pass, or before.
+def _real_steps(optimizer: Any, lr_scheduler: Any, *, is_eval: bool) -> RealSteps | None:
+    if optimizer is None and lr_scheduler is None:
+        return None
+    if is_eval:
+        raise PlanError(
+            "`optimizer` and `lr_scheduler` must be left out with mode='eval', got one of them. "
+            "Give them to the handler of the trainer."
+        )
+    return RealSteps(optimizer, lr_scheduler)
+
+
+def _leave_ended_run(engine: Engine) -> None:
+    """Let the next ``run`` of an engine start anew, though the last one ended in an exception.
 
     Raises:
-        PlanError: If some rank would have to begin a pass that others never begin.
+        StateError: If the engine is interrupted, and will go on with the data it has at hand.
     """
-    fewest = max(0, min(by_rank))
-    if state.max_iters is not None:
-        raise PlanError(
-            f"`max_iters` must be left out where ranks take {_told(by_rank)}, got "
-            f'{state.max_iters}. Use max_epochs, or tail="pad".'
+    run: Any = engine._internal_run_generator  # noqa: SLF001  # Ignite does not tell otherwise
+    if run is None:
+        return
+    if run.gi_frame is not None:
+        raise StateError(
+            "`state_dict` must be loaded before a run or after its end, got an engine that is "
+            "interrupted or running. Use a new engine, or let it run to its end."
         )
-    length = state.epoch_length if is_length_given else None
-    if length is not None and (length > fewest or state.max_epochs != 1):
-        raise PlanError(
-            f"`epoch_length` must be at most {fewest}, in a single epoch, where ranks take "
-            f'{_told(by_rank)}, got {length}. Leave it out, or use tail="pad".'
-        )
-
-
-def _told(by_rank: Sequence[int]) -> str:
-    if _UNKNOWN in by_rank:
-        return "unknown numbers of steps"
-    return f"between {min(by_rank)} and {max(by_rank)} steps"
+    engine._internal_run_generator = None  # noqa: SLF001  # dead: run() would return None once
 
 
 def _can_be_exact(uneven: ShardPlan) -> bool:
@@ -378,11 +450,3 @@ def _can_be_exact(uneven: ShardPlan) -> bool:
     except PlanError:
         return False
     return True
-
-
-def _length_of(data: Any) -> int | None:
-    """Count the steps of a pass; None if there is no telling, as Ignite has it."""
-    try:
-        return len(data)
-    except TypeError:
-        return None

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import threading
+from collections.abc import Iterator
 
 import pytest
 
@@ -10,3 +13,11 @@ if os.environ.get("SHARDPLUG_NO_SKIP"):
     import ignite  # noqa: F401  # missing: a failure
 else:
     pytest.importorskip("ignite", reason="needs shardplug[ignite]")
+
+
+@pytest.fixture(autouse=True)
+def no_engine_left() -> Iterator[None]:
+    """Collect engines, which form cycles, and with them the threads of their loaders."""
+    yield
+    if any(thread.name.startswith("shardplug") for thread in threading.enumerate()):
+        gc.collect()

@@ -272,6 +272,69 @@ def test_a_stream_is_sharded() -> None:
     assert by_rank(2, run) == [[[0, 1], [4, 5]] * 2, [[2, 3], [0, 1]] * 2]
 
 
+# Data that is no DataLoader: its items are batches.
+
+
+class SizedStream:
+    """Knows how many batches it has, and nothing else."""
+
+    def __init__(self, num_batches: int) -> None:
+        self.num_batches = num_batches
+
+    def __len__(self) -> int:
+        return self.num_batches
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(torch.arange(2 * self.num_batches).split(2))
+
+
+def ready_batches(num_batches: int) -> list[torch.Tensor]:
+    return list(torch.arange(2 * num_batches).split(2))
+
+
+@pytest.mark.parametrize("make", [ready_batches, SizedStream, lambda n: {"all": n}])
+def test_items_of_any_iterable_are_taken_for_batches_and_dealt(make: Callable[[int], Any]) -> None:
+    class Values:
+        def __init__(self, of: dict[str, int]) -> None:
+            self.num_batches = of["all"]
+
+        def __iter__(self) -> Iterator[torch.Tensor]:
+            return iter(SizedStream(self.num_batches))
+
+    def run(engine: Engine) -> None:
+        data = make(4)
+        engine.run(Values(data) if isinstance(data, dict) else data, max_epochs=2)
+        assert (engine.state.iteration, engine.state.epoch_length) == (4, 2)
+
+    assert by_rank(2, run) == [[[0, 1], [4, 5]] * 2, [[2, 3], [6, 7]] * 2]
+
+
+def test_items_that_do_not_divide_are_evaluated_once() -> None:
+    ranks = by_rank(2, lambda engine: engine.run(ready_batches(5)), mode="eval")
+    assert ranks == [[[0, 1], [4, 5], [8, 9]], [[2, 3], [6, 7]]]
+
+
+def test_items_need_not_be_tensors() -> None:
+    seen: list[object] = []
+    for data in (range(3), {"a": 1, "b": 2}, iter(["x"]), ({"k": 1},)):
+        engine = Engine(lambda _, batch: seen.append(batch))
+        ShardHandler(dispatch_batches=False).attach(engine)
+        engine.run(data)
+    assert seen == [0, 1, 2, "a", "b", "x", {"k": 1}]
+
+
+def test_a_list_that_is_given_again_goes_on_with_its_next_epoch() -> None:
+    engine, seen, handler = recorder()
+    batches = ready_batches(2)
+    engine.run(batches, max_epochs=1)
+    prepared = handler.loader
+    engine.run(batches, max_epochs=2)
+    assert handler.loader is prepared
+    engine.run(list(batches), max_epochs=3)
+    assert handler.loader is not prepared
+    assert seen == [[0, 1], [2, 3]] * 3
+
+
 # Evaluation.
 
 
@@ -685,17 +748,6 @@ def test_options_of_loaders_are_checked_when_one_is_given(
 
 
 # What is refused.
-
-
-@pytest.mark.parametrize("data", [[torch.arange(2)], range(3), iter([1])])
-def test_data_that_is_no_loader_is_refused_plainly(data: Any) -> None:
-    engine, seen, _ = recorder()
-    kind = type(data).__name__
-    with pytest.raises(
-        PlanError, match=f"`dataloader` must be a torch.utils.data.DataLoader, got {kind}"
-    ):
-        engine.run(data)
-    assert seen == []
 
 
 def test_only_engines_are_attached_to() -> None:

@@ -1,0 +1,514 @@
+"""What a `ShardHandler` does at the events of one engine that it is attached to.
+
+Of Ignite it touches three things that are not promised: the order of the handlers of an event, as
+Ignite's own profilers do; where the engine's first epoch begins to count; and a run that has ended
+in an exception, which Ignite would take for one under way. It never listens to EXCEPTION_RAISED: an
+engine with a handler there swallows the user's exception.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol, final
+
+from ignite.engine import Engine, Events
+
+from shardplug import Comm, DataLoaderDispatcher, DataLoaderShard, ShardEngine
+from shardplug_ignite.lengths import Loader, check_steps, length_of
+from shardplug_ignite.positions import Mark, SavedRun
+from shardplug_ignite.steps import RealSteps
+from shardplug_ignite.stops import Stops
+
+
+class Prepared(NamedTuple):
+    """A loader, and the engine of the core that holds it, or would if it were not the user's."""
+
+    loader: Loader
+    shards: ShardEngine
+
+
+class Host(Protocol):
+    """What an attachment asks of its handler."""
+
+    def prepared(self, data: Any) -> Prepared:
+        """Prepare data; it is known if it was prepared before. Collective."""
+
+    def ranks(self) -> Comm:
+        """Return the ranks of the run."""
+
+    def saved(self) -> SavedRun | None:
+        """Return what a run that starts is to go on from."""
+
+    def has_resumed(self) -> None:
+        """Be told that a run goes on from that."""
+
+
+_Handler = Callable[..., None]
+
+
+@final
+class Attachment:
+    """A handler at one engine.
+
+    Args:
+        host: The handler.
+        is_eval: Whether the engine evaluates.
+        steps: The optimizer that the engine steps; None if it is not known.
+        window: Iterations of an accumulation window; None if that is not known either.
+        stops: Lets ranks stop together; None if they need not.
+
+    Attributes:
+        loader: What the engine iterates; None if it has no data.
+        global_step: Iterations that were completed, in all runs that this one goes back to.
+        is_tick_due: Whether the iteration that comes is the first, or follows on a real step.
+    """
+
+    def __init__(
+        self,
+        host: Host,
+        *,
+        is_eval: bool,
+        steps: RealSteps | None,
+        window: int | None,
+        stops: Stops | None,
+    ) -> None:
+        self.loader: Loader | None = None
+        self.global_step = 0
+        self.is_tick_due = True
+        self._host = host
+        self._is_eval = is_eval
+        self._steps = steps
+        self._window = window
+        self._stops = stops
+        self._shards: ShardEngine | None = None
+        self._mark = Mark()
+        # An epoch was left early and the next has not begun: the loader itself knows where it is.
+        self._is_between = False
+        # The epoch length that nobody gave: it was worked out here, or found in a run.
+        self._has_own_length = False
+        self._own_length: int | None = None
+        self._first_iterations = 0  # of the epoch that a run begins in the middle of
+        self._began = 0  # the iteration at which the epoch under way began, or would have
+        self._is_partial = False  # no length can be found in it: it began on other shards
+        self._due: tuple[SavedRun, bool] | None = None  # own parts of a rank, to be given back
+        self._ticked_at = -1
+        self._snapshot: tuple[Mark, dict[str, Any]] | None = None
+        self._snapshot_events: list[Any] = []
+        self.take_snapshot: _Handler = self._take_snapshot  # Ignite keeps but a weak reference
+
+    # -- attaching ---------------------------------------------------------------------------
+
+    def handlers(self) -> list[tuple[Events, _Handler]]:
+        """List what is called at which event."""
+        found: list[tuple[Events, _Handler]] = [
+            (Events.STARTED, self.start),
+            # Where Engine.set_data() may have put another loader; both come before its next batch.
+            (Events.GET_BATCH_STARTED, self._before_batch),
+            (Events.DATALOADER_STOP_ITERATION, self._before_batch),
+            (Events.EPOCH_COMPLETED, self._note_length),
+        ]
+        if not self._is_eval:
+            found += [
+                (Events.EPOCH_STARTED, self._begin_epoch),
+                (Events.ITERATION_COMPLETED, self._commit),
+                (Events.TERMINATE_SINGLE_EPOCH, self._leave_epoch),
+            ]
+        if self._stops is not None:
+            found += [(event, self._stops.agree) for event in _MEETINGS]
+            found += [(event, self._stops.hold) for event in _BEFORE_STEP]
+        return found
+
+    def attach(self, engine: Engine, snapshot: Any) -> None:
+        """Be called at the events of an engine.
+
+        Args:
+            engine: The engine.
+            snapshot: At which event ranks tell each other what is their own; None: never.
+        """
+        for event, handler in self.handlers():
+            engine.add_event_handler(event, handler)
+        if snapshot is not None:
+            engine.add_event_handler(snapshot, self.take_snapshot)
+            self._snapshot_events = list(snapshot) if _is_list(snapshot) else [snapshot]
+        # Whatever else looks at the loader and its length when a run starts shall see ours.
+        at_start = _entries(engine, Events.STARTED)
+        at_start.insert(0, at_start.pop(_place(at_start, self.start)))
+
+    def detach(self, engine: Engine) -> None:
+        """Be called no more.
+
+        Args:
+            engine: The engine.
+        """
+        for event, handler in self.handlers():
+            if engine.has_event_handler(handler, event):
+                engine.remove_event_handler(handler, event)
+        for event in self._snapshot_events:
+            engine.remove_event_handler(self.take_snapshot, event)
+
+    def _arrange(self, engine: Engine) -> None:
+        """Come first where the position is noted, last where others may ask for something."""
+        for event in (*_MEETINGS, *_BEFORE_STEP, Events.DATALOADER_STOP_ITERATION):
+            entries = _entries(engine, event)
+            for handler in self._last():
+                place = _place(entries, handler)
+                if place >= 0:
+                    entries.append(entries.pop(place))
+        for event in (*self._snapshot_events, *_FIRST):
+            if event == Events.STARTED:
+                continue  # its handlers are being called
+            entries = _entries(engine, event)
+            for handler in (self.take_snapshot, self._commit, self._leave_epoch, self._note_length):
+                place = _place(entries, handler)
+                if place > 0:
+                    entries.insert(0, entries.pop(place))
+
+    def _last(self) -> tuple[_Handler, ...]:
+        if self._stops is None:
+            return (self._before_batch,)
+        return (self._before_batch, self._stops.hold, self._stops.agree)
+
+    # -- the start of a run ------------------------------------------------------------------
+
+    def start(self, engine: Engine) -> None:
+        """Replace the loader of a run, find its place, and work out how long its epochs are.
+
+        Collective: every rank must call it.
+        """
+        state, saved = engine.state, None if self._is_eval else self._host.saved()
+        self._arrange(engine)
+        self._due, self._is_partial, self._is_between = None, False, False
+        if state.dataloader is None:
+            self.loader = self._shards = None
+        else:
+            self._take_data(engine, saved)
+        if saved is not None:
+            self._go_on(saved)
+        self._first_iterations = _first_iterations(engine)
+        self._mark_now(engine, state.epoch, self._first_iterations)
+
+    def _take_data(self, engine: Engine, saved: SavedRun | None) -> None:
+        state = engine.state
+        is_length_given = self._is_length_given(engine, saved)
+        loader = self._use(state.dataloader)
+        state.dataloader = loader
+        if saved is not None and saved.loader is not None:
+            loader.load_state_dict(saved.loader)
+        elif self._is_eval or loader.epoch < state.epoch:
+            loader.set_epoch(state.epoch)
+        steps = check_steps(
+            state,
+            loader,
+            self._host.ranks(),
+            is_eval=self._is_eval,
+            is_length_given=is_length_given,
+        )
+        if is_length_given:
+            self._has_own_length = False
+            if saved is None and not self._is_eval:
+                _skip_iterations(engine, loader, steps)
+        else:
+            if state.iteration == 0 or not self._has_own_length or saved is not None:
+                # A rank without a step goes through its epochs only if it does not know that.
+                self._has_own_length, self._own_length = True, steps or None
+            state.epoch_length = self._own_length
+        if saved is not None:
+            self._find_place(engine, loader, saved, steps)
+
+    def _is_length_given(self, engine: Engine, saved: SavedRun | None) -> bool:
+        """Tell whether the epoch length of a run that starts is the user's.
+
+        It is not where it is the length of the data, or what an earlier run has left behind. A run
+        that resumes from a loaded state has its length from there.
+        """
+        state = engine.state
+        own = self._own_length if self._has_own_length else None
+        length = length_of(state.dataloader)
+        if state.epoch_length is None:
+            return False
+        if state.iteration > 0 and saved is not None:
+            return saved.is_length_given
+        if state.iteration > 0:
+            return not self._has_own_length or state.epoch_length not in (length, own)
+        return bool(state.epoch_length != (own if length is None else length))
+
+    def _use(self, data: Any) -> Loader:
+        prepared = self._host.prepared(data)
+        self.loader, self._shards = prepared
+        return prepared.loader
+
+    # -- going on ----------------------------------------------------------------------------
+
+    def _find_place(
+        self, engine: Engine, loader: Loader, saved: SavedRun, steps: int | None
+    ) -> None:
+        """Let the engine count from where the loader stands, in epochs of the length they have now.
+
+        Args:
+            engine: Its state is that of the run that starts, by Ignite's own account.
+            loader: Stands where the run that was saved did.
+            saved: The run that was saved.
+            steps: Of a pass of the loader; None if not known.
+        """
+        state, is_own = engine.state, self._has_own_length
+        remaining = _remaining(loader)
+        is_at_end = remaining == 0
+        if is_at_end:
+            loader.set_epoch(loader.epoch + 1)
+        epochs, done = saved.epochs, saved.epoch_iterations
+        is_as_divided = _is_divided_alike(loader, saved)
+        if is_own and steps is None and is_as_divided:
+            state.epoch_length = self._own_length = saved.epoch_length
+        length = state.epoch_length
+        if is_own and is_at_end:
+            epochs, done = epochs + 1, 0
+        elif is_own and steps is not None and remaining is not None:
+            done = steps - remaining
+        elif length is not None:
+            epochs, done = epochs + done // length, done % length
+        self._is_partial = is_own and length is None and done > 0 and not is_as_divided
+        _set_limits(engine, saved)
+        state.iteration = saved.iteration
+        is_as_it_was = (length, epochs, done) == _as_it_was(saved)
+        if state.max_iters is None and length is not None and not is_as_it_was:
+            state.iteration = epochs * length + done
+        state.epoch = epochs
+        engine._init_iter = done  # noqa: SLF001  # an iteration count does not tell after a left epoch
+        if saved.rank_states is not None:
+            self._due = saved, is_at_end
+
+    def _go_on(self, saved: SavedRun) -> None:
+        self.global_step = saved.global_step
+        self.is_tick_due = saved.is_tick_due
+        if self._steps is not None:
+            self._steps.count = saved.optimizer_steps
+        self._host.has_resumed()
+
+    def _give_back(self, saved: SavedRun, *, is_at_end: bool) -> None:
+        """Give a rank back what is its own, as late as can be before the first batch is made."""
+        assert self._shards is not None  # there is a loader
+        self._shards.load_state_dict(self._shards.state_dict(), rank_states=saved.rank_states)
+        if is_at_end and self.loader is not None:
+            self.loader.set_epoch(self.loader.epoch + 1)
+
+    # -- while it runs -----------------------------------------------------------------------
+
+    def _begin_epoch(self, engine: Engine) -> None:
+        self._began = engine.state.iteration - self._first_iterations
+        self._first_iterations = 0
+
+    def _before_batch(self, engine: Engine) -> None:
+        """Shard a loader that was put in place of ours while a run goes on.
+
+        Collective: every rank must call it, where there is one.
+        """
+        data: Any = engine.state.dataloader
+        if data is not self.loader:
+            self._replace(engine, data)
+        if self._is_between:
+            self._is_between = False
+            self._mark_now(engine, engine.state.epoch - 1, 0)
+        if self._due is not None:
+            (saved, is_at_end), self._due = self._due, None
+            self._give_back(saved, is_at_end=is_at_end)
+
+    def _replace(self, engine: Engine, data: Any) -> None:
+        state, is_ours = engine.state, isinstance(data, (DataLoaderShard, DataLoaderDispatcher))
+        loader = self._use(data)
+        check_steps(  # set_data() keeps the length
+            state, loader, self._host.ranks(), is_eval=self._is_eval, is_length_given=True
+        )
+        if not is_ours:
+            engine.set_data(loader)
+        self._mark_now(engine, state.epoch - 1, state.iteration - self._began)
+
+    def _commit(self, engine: Engine) -> None:
+        """Note that an iteration is over, and where a run may go on from it."""
+        self.global_step += 1
+        iteration = engine.state.iteration
+        is_closed = self._window is not None and iteration % self._window == 0
+        if self._steps is not None:
+            self.is_tick_due, has_closed = self._steps.settle()
+            is_closed = is_closed or has_closed
+        elif self._window is None:
+            is_closed = True
+        if is_closed:
+            self._mark_now(engine, engine.state.epoch - 1, iteration - self._began)
+
+    def _mark_now(self, engine: Engine, epochs: int, done: int) -> None:
+        if self._is_eval:
+            return
+        loader = None if self.loader is None else self.loader.state_dict()
+        self._mark = Mark(loader, engine.state.iteration, epochs, done)
+
+    def _leave_epoch(self, engine: Engine, iter_counter: int) -> None:  # Ignite's
+        """Take an epoch that is left early for one that is over."""
+        if self.loader is not None:
+            self.loader.set_epoch(self.loader.epoch + 1)
+        self._is_between = True
+
+    def _note_length(self, engine: Engine) -> None:
+        """Note a length that the engine has found; let a rank without a step go on."""
+        state = engine.state
+        if not self._has_own_length:
+            return
+        if state.epoch_length == 0 or self._is_partial:
+            # The engine would take zero steps for the end of the run, or never start the next
+            # pass; and what is left of an epoch is no length.
+            self._is_partial = False
+            state.epoch_length = None
+            engine.set_data(self._use(state.dataloader))
+        self._own_length = state.epoch_length
+
+    def is_tick(self, engine: Engine) -> bool:
+        """Tell whether schedules move on before the iteration that starts."""
+        if self.is_tick_due:
+            self._ticked_at = engine.state.iteration
+        return self.is_tick_due
+
+    # -- what is saved -----------------------------------------------------------------------
+
+    @property
+    def optimizer_steps(self) -> int | None:
+        """Real steps so far; None where the optimizer is not known."""
+        return None if self._steps is None else self._steps.count
+
+    @property
+    def position(self) -> dict[str, Any] | None:
+        """The state of the loader at the point that the run could go on from."""
+        if self._is_eval or self._is_between:
+            return None if self.loader is None else self.loader.state_dict()
+        return self._mark.loader
+
+    def run(self, engine: Engine) -> SavedRun:
+        """Tell what is to be saved.
+
+        Args:
+            engine: The engine.
+        """
+        state, mark = engine.state, self._mark
+        if self._is_between:
+            mark = Mark(self.position, state.iteration, state.epoch, 0)
+        taken = None
+        if self._snapshot is not None and self._snapshot[0] is mark:
+            taken = self._snapshot[1]
+        has_ticked = self._ticked_at == state.iteration and _is_in_iteration(engine)
+        return SavedRun(
+            loader=mark.loader,
+            iteration=mark.iteration,
+            epochs=mark.epochs,
+            epoch_iterations=mark.epoch_iterations,
+            epoch_length=state.epoch_length,
+            is_length_given=not self._has_own_length,
+            num_shards=1 if self.loader is None else self.loader.shard.count,
+            max_epochs=None if state.max_iters is not None else state.max_epochs,
+            max_iters=state.max_iters,
+            optimizer_steps=self.optimizer_steps or 0,
+            is_tick_due=self.is_tick_due and not has_ticked,
+            global_step=self.global_step,
+            rank_states=taken,
+        )
+
+    def _take_snapshot(self, engine: Engine) -> None:  # Ignite's signature
+        """Gather what every rank has of its own where the run stands.
+
+        Collective: every rank must call it.
+        """
+        if self._shards is not None:
+            self._snapshot = self._mark, self._shards.gather_rank_states()
+
+
+_MEETINGS = (
+    Events.STARTED,
+    Events.EPOCH_STARTED,
+    Events.ITERATION_COMPLETED,
+    Events.TERMINATE_SINGLE_EPOCH,
+    Events.EPOCH_COMPLETED,
+)
+"""Where ranks ask each other whether to stop: they all come there, at the same time."""
+
+_BEFORE_STEP = (
+    Events.GET_BATCH_STARTED,
+    Events.GET_BATCH_COMPLETED,
+    Events.DATALOADER_STOP_ITERATION,
+    Events.ITERATION_STARTED,
+)
+"""Where to stop is put off to the end of the iteration."""
+
+_FIRST = (Events.ITERATION_COMPLETED, Events.TERMINATE_SINGLE_EPOCH, Events.EPOCH_COMPLETED)
+"""Where the position is noted before anybody may save it."""
+
+
+def _is_list(event: Any) -> bool:
+    return not isinstance(event, (str, Events)) and hasattr(event, "__iter__")
+
+
+def _entries(engine: Engine, event: Any) -> list[Any]:
+    found: list[Any] = engine._event_handlers[event]  # noqa: SLF001  # as Ignite's profilers do
+    return found
+
+
+def _place(entries: list[Any], handler: _Handler) -> int:
+    """Find a handler among those of an event; -1 if it is not there."""
+    for place, (function, *_) in enumerate(entries):
+        parent = getattr(function, "_parent", None)  # of one that is filtered
+        if function == handler or (parent is not None and parent() is handler):
+            return place
+    return -1
+
+
+def _first_iterations(engine: Engine) -> int:
+    """Count the iterations that the first epoch of a run begins after, as the engine will."""
+    state, given = engine.state, engine._init_iter  # noqa: SLF001  # there is no other word of it
+    if given is not None:
+        return int(given)
+    length = state.epoch_length
+    return int(state.iteration if length is None else state.iteration % length)
+
+
+def _skip_iterations(engine: Engine, loader: Loader, steps: int | None) -> None:
+    """Go on inside an epoch by the count of an engine whose state alone was loaded."""
+    done = _first_iterations(engine)
+    position = loader.state_dict()
+    if not done or steps != engine.state.epoch_length or position["unit"] != "samples":
+        return
+    consumed = loader.plan.cursor(done)
+    loader.load_state_dict({**position, "epoch": engine.state.epoch, "consumed": consumed})
+
+
+def _remaining(loader: Loader) -> int | None:
+    try:
+        return loader.remaining_steps
+    except TypeError:
+        return None
+
+
+def _is_divided_alike(loader: Loader, saved: SavedRun) -> bool:
+    """Tell whether a pass has as many steps as it had."""
+    before = None if saved.loader is None else saved.loader.get("batch_size")
+    now = loader.state_dict()["batch_size"]
+    return saved.num_shards == loader.shard.count and bool(before == now)
+
+
+def _as_it_was(saved: SavedRun) -> tuple[int | None, int, int]:
+    """Tell the epoch length, epochs and iterations of a saved run, with a full epoch as one."""
+    length, done = saved.epoch_length, saved.epoch_iterations
+    if length is None:
+        return None, saved.epochs, done
+    return length, saved.epochs + done // length, done % length
+
+
+def _set_limits(engine: Engine, saved: SavedRun) -> None:
+    """Let a run that Ignite takes for a new one go as far as the one that was saved was to go."""
+    state = engine.state
+    if state.iteration > 0:
+        return
+    if saved.max_iters is not None and state.max_epochs == 1:
+        state.max_iters, state.max_epochs = saved.max_iters, None
+    elif saved.max_epochs is not None and state.max_epochs is not None:
+        state.max_epochs = max(state.max_epochs, saved.max_epochs)
+
+
+def _is_in_iteration(engine: Engine) -> bool:
+    """Tell whether an iteration has started and is not over."""
+    return engine.last_event_name in (Events.ITERATION_STARTED, Events.EXCEPTION_RAISED)
