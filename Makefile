@@ -13,7 +13,7 @@ PROJECT := $(PIP) --no-build-isolation -e
 .PHONY: help demo test lint format bench clean
 
 help:
-	@echo "make demo    train a small model on two ranks and show who saw what"
+	@echo "make demo    train a small model, kill it, go on with more ranks, and show who saw what"
 	@echo "make test    run all tests with coverage; ARGS goes to pytest"
 	@echo "make lint    check format, rules, types and layers"
 	@echo "make format  format the code"
@@ -22,6 +22,7 @@ help:
 
 demo: $(STAMPS)/demo
 	@$(BIN)/python examples/digits_demo.py
+	@$(BIN)/python examples/resume_demo.py
 
 test: $(STAMPS)/test
 	@$(BIN)/coverage erase

@@ -94,6 +94,42 @@ def test_accumulation_follows_the_big_batch(tmp_path: Path) -> None:
         assert steps == [epoch * -(-1797 // (48 * ranks)) for epoch in (1, 2, 3)]
 
 
+ELASTIC = r"ranks: (\d), going on after step (\d+)\n"
+ACCURACY = r"after step 72: accuracy (\d+)/357 = \d\d\.\d\d%\n"
+
+
+def test_elastic_resume_goes_on_as_if_it_had_never_stopped(tmp_path: Path) -> None:
+    need("sklearn")
+    whole = run("elastic_resume.py", tmp_path, *TORCHRUN)
+    assert found(ELASTIC, whole) == ("2", "0")
+    # As if it had been killed after step 71, inside the last epoch: 70 is the newest there is.
+    for newest in (tmp_path / "checkpoints").glob("step-00000072-*.pt"):
+        newest.unlink()
+    rest = run("elastic_resume.py", tmp_path)
+    assert found(ELASTIC, rest) == ("1", "70")
+    assert found(ACCURACY, rest) == found(ACCURACY, whole)
+    assert int(*found(ACCURACY, rest)) > 0.9 * 357
+
+
+def test_resume_demo_counts_who_saw_what(tmp_path: Path) -> None:
+    need("sklearn")
+    text = run("resume_demo.py", tmp_path)
+    # Twelve steps an epoch; killed after the 43rd, with a checkpoint of the 40th.
+    assert found(r"killed \(SIGKILL\) after step (\d+)\.", text) == ("43",)
+    assert found(r"that of step (\d+), and took (\d+) lost steps again", text) == ("40", "3")
+    assert re.findall(r"epoch (\d) +(\d.*\d) +1440 +0 +0\n", text) == [
+        ("0", "720 + 720"),
+        ("1", "720 + 720"),
+        ("2", "720 + 720"),
+        ("3", "240 + 240, then 320 + 320 + 320"),
+        ("4", "480 + 480 + 480"),
+        ("5", "480 + 480 + 480"),
+    ]
+    undisturbed, resumed = re.findall(r" (\d+)/357 = ", text)
+    assert undisturbed == resumed
+    assert int(resumed) > 0.9 * 357
+
+
 GAN = r"(?s)discriminator +(\d+) steps taken, (\d+) skipped.*generator +(\d+) .* (\d+) skipped"
 
 
@@ -141,7 +177,11 @@ def test_lightning_exact_evaluation_tests_each_sample_once(tmp_path: Path) -> No
 def test_every_program_is_tested_and_listed() -> None:
     tests = Path(__file__).read_text(encoding="utf-8")
     listed = (EXAMPLES / "README.md").read_text(encoding="utf-8")
-    programs = [program.name for program in EXAMPLES.glob("*.py")]
+    programs = [
+        program.name
+        for program in EXAMPLES.glob("*.py")
+        if "__main__" in program.read_text(encoding="utf-8")
+    ]
     for name in programs:
         assert f'run("{name}", tmp_path' in tests, name
     assert sorted(re.findall(r"\]\((.*)\) \|", listed)) == sorted(programs)
