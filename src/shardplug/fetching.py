@@ -80,7 +80,7 @@ class MapTasks:
         record = cast(Pass, run.record)
         # A generator: iterating anew, as islice does, starts some wrappers of samplers over.
         index_batches = (index for index in self._index_batches)
-        snapshots = deque(self._turned(run.start.snapshots, run.first_step))
+        snapshots = deque(self._in_turn(run.start.snapshots))
         step = 0
         for size in message_sizes(self._per_message, self._num_workers):
             chunk = list(islice(index_batches, size))
@@ -93,11 +93,17 @@ class MapTasks:
             snapshot = snapshots.popleft() if snapshots else None
             yield MapTask(run.epoch, run.number, chunk, positions, snapshot)
 
-    def _turned(self, snapshots: Sequence[Snapshot], steps: int) -> list[Snapshot | None]:
-        """Bring the states of the workers in order: whose turn it is comes first."""
+    def _in_turn(self, snapshots: Sequence[Snapshot]) -> list[Snapshot | None]:
+        """Bring the states of the workers in order: after the latest one's turn is the next one's.
+
+        The first task goes to the first worker, whichever it was before.
+        """
         by_worker = {each.worker[0]: each for each in snapshots if each.worker is not None}
-        count = max(1, self._num_workers) if by_worker else 0
-        return [by_worker.get((steps + at) % count) for at in range(count)]
+        if not by_worker:
+            return []
+        count = max(1, self._num_workers)
+        turn = next(reversed(by_worker)) + 1
+        return [by_worker.get((turn + at) % count) for at in range(count)]
 
 
 @final

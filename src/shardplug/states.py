@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -199,13 +200,13 @@ def _check_layout(state: Mapping[str, Any], identity: Identity) -> int | None:
 def _snapshots_in(state: Mapping[str, Any], identity: Identity) -> tuple[Snapshot, ...]:
     if state["worker_positions"] is None:
         return () if state["source"] is None else (decode_snapshot(state["source"]),)
-    try:
-        pairs = [tuple(map(int, pair.split(":", 1))) for pair in state["worker_positions"].split()]
-    except (AttributeError, ValueError) as error:
+    text = state["worker_positions"]
+    if not isinstance(text, str) or re.fullmatch(r"(\d+:\d+( \d+:\d+)*)?", text) is None:
         raise StateError(
-            "`worker_positions` of the state must be pairs of numbers, got "
-            f"{state['worker_positions']!r:.60}. The state is damaged: take another one."
-        ) from error
+            f"`worker_positions` of the state must be pairs of numbers, got {text!r:.60}. "
+            "The state is damaged: take another one."
+        )
+    pairs = [tuple(map(int, pair.split(":"))) for pair in text.split()]
     return tuple(
         Snapshot(position, None, (worker, max(1, identity.num_workers)))
         for worker, position in pairs

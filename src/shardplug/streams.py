@@ -192,6 +192,9 @@ def open_stream(
         seed_sample=seed_sample,
     )
     first = list(islice(items, 1))
+    if snapshot is not None and splits_by_worker(dataset):
+        # Those of Hugging Face would start every iteration over the epoch from there.
+        dataset.load_state_dict(None)
     info: Any = get_worker_info()
     if worker_split == "dataset":
         splits_itself = info is not None
