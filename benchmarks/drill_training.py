@@ -127,6 +127,15 @@ def open_ledger(folder: Path) -> IO[str]:
     return (place / f"{comm.rank}-of-{comm.world_size}.txt").open("x", encoding="utf-8")
 
 
+def train(folder: Path, epochs: int) -> None:
+    """Train to the end, from wherever the run stands. Collective: every rank must call it."""
+    training = Training(folder)
+    with open_ledger(folder) as ledger:
+        ledger.write(f"{os.getpid()} {training.step}\n")
+        ledger.flush()
+        training.train(epochs, ledger)
+
+
 def main() -> None:
     """Train as far as asked for, from wherever the run stands."""
     parser = argparse.ArgumentParser()
@@ -136,11 +145,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     start_process_group(timeout_s=arguments.timeout_s)
-    training = Training(arguments.folder)
-    with open_ledger(arguments.folder) as ledger:
-        ledger.write(f"{os.getpid()} {training.step}\n")
-        ledger.flush()
-        training.train(arguments.epochs, ledger)
+    train(arguments.folder, arguments.epochs)
 
 
 if __name__ == "__main__":
