@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple, final
 
 from shardplug.comm import Comm, agree
@@ -46,7 +46,7 @@ class Channel:
         if self._end is not None:
             self._end.begin(number)
 
-    def send(self, parcels: Sequence[Any]) -> None:
+    def send(self, parcels: Sequence[Any], *, done: Collection[int] = ()) -> None:
         """Send every rank its parcel; on the reader only.
 
         Returns once the parcels are in shared memory or with the system. That waits for a rank
@@ -54,9 +54,10 @@ class Channel:
 
         Args:
             parcels: By rank. The reader's own, and None, are not sent.
+            done: Ranks that need no more in this pass: they may end once they have theirs.
 
         Raises:
-            CommError: If a rank has ended; the others are told, in place of their next parcel.
+            CommError: If another rank has ended; the rest are told, in place of their next parcel.
             BatchError: If a parcel cannot be taken apart; then none was sent.
             InterruptError: If it was interrupted, a new pass began or the channel was closed.
         """
@@ -67,7 +68,8 @@ class Channel:
                     rank: parcel
                     for rank, parcel in enumerate(parcels)
                     if rank != self._reader and parcel is not None
-                }
+                },
+                done=done,
             )
 
     def fail(self, error: BaseException) -> None:

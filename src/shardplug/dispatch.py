@@ -555,7 +555,7 @@ class DataLoaderDispatcher(PreparedLoader):
             source=source,
         )
         settings = replace(settings, seed=seed, is_seed_pinned=told.is_seed_pinned)
-        self._adopt(_no_data() if loader is None else loader, feed, settings)
+        self._adopt(_no_data(told) if loader is None else loader, feed, settings)
 
     def _adopt(self, loader: DataLoader[Any], feed: Feed, settings: Settings) -> None:
         assert isinstance(feed, DispatchFeed)
@@ -791,9 +791,13 @@ class DataLoaderDispatcher(PreparedLoader):
     def _send(self, items: Sequence[Dispatched], *, has_begun: bool) -> None:
         if self._channel is None:
             return
+        shard_of_rank = self._dispatched.shard_of_rank
         parcels: list[Any] = [item.parcel() for item in items]
         parcels += [None if has_begun else _END] * (self.shard.count - len(parcels))
-        self._channel.send([parcels[index] for index in self._dispatched.shard_of_rank])
+        # A shard that has none in this round has had its last.
+        going_on = {shard for shard, item in enumerate(items) if not item.is_last}
+        done = [rank for rank, shard in enumerate(shard_of_rank) if shard not in going_on]
+        self._channel.send([parcels[shard] for shard in shard_of_rank], done=done)
 
 
 def _tell(channel: Channel, error: BaseException) -> None:
@@ -841,7 +845,7 @@ def _loader_over(dataset: Any, kwargs: dict[str, Any]) -> DataLoader[Any]:
     return DataLoader(dataset, **kwargs)
 
 
-def _no_data() -> DataLoader[Any]:
+def _no_data(told: Told) -> DataLoader[Any]:
     """Make what stands for the loader on a rank that was given none."""
     nothing: Any = None
-    return DataLoader(nothing)
+    return DataLoader(nothing, told.batch_size)

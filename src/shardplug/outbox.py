@@ -15,7 +15,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Collection, Container, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, final
 
@@ -200,6 +200,7 @@ class Outbox:
         self._number = -1
         self._is_interrupted = self._is_closed = False
         self._news: tuple[int, CommError] | None = None
+        self._done: frozenset[int] = frozenset()
         self._selector = selectors.DefaultSelector()
         self._wake, self._woken = socket.socketpair()
         for each in (self._wake, self._woken):
@@ -221,19 +222,25 @@ class Outbox:
         self._is_interrupted = True
         self._call()
 
-    def send(self, parcels: Mapping[int, Any]) -> None:
-        """Send parcels by rank; return once all are on their way."""
+    def send(self, parcels: Mapping[int, Any], *, done: Collection[int] = ()) -> None:
+        """Send parcels by rank; return once all are on their way.
+
+        Args:
+            parcels: By rank.
+            done: Ranks that need no more after this: they may end as soon as they have theirs.
+        """
         number = self._number
         with self._sending:
             self._raise_if_stopped(number)
+            self._done = frozenset(done)
             # All before the first goes out: one that cannot be sent is not sent in part.
             pending = {rank: wrap(parcel) for rank, parcel in parcels.items()}
             self._serve(timeout_s=0)
             while True:
                 self._raise_if_stopped(number)
-                self._raise_if_gone(number)
+                self._raise_if_gone(number, pending)
                 self._post(number, pending)
-                self._raise_if_gone(number)
+                self._raise_if_gone(number, pending)
                 if not pending and not any(peer.outgoing for peer in self._peers.values()):
                     return
                 self._serve()
@@ -281,8 +288,12 @@ class Outbox:
         if self._is_interrupted or self._is_closed or number != self._number:
             raise InterruptError
 
-    def _raise_if_gone(self, number: int) -> None:
-        gone = [str(peer.rank) for peer in self._peers.values() if peer.is_gone]
+    def _raise_if_gone(self, number: int, pending: Container[int]) -> None:
+        gone = [
+            str(peer.rank)
+            for peer in self._peers.values()
+            if peer.is_gone and (peer.rank in pending or peer.rank not in self._done)
+        ]
         if not gone:
             return
         which = f"Rank {gone[0]} has" if len(gone) == 1 else f"Ranks {', '.join(gone)} have"

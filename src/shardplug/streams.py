@@ -184,6 +184,8 @@ def open_stream(
     first_window = list(islice(source, min(plan.start - position, plan.global_batch_size)))
     position += len(first_window)
     position += sum(1 for _ in islice(source, plan.start - position))
+    if snapshot is None and first_window:
+        source = _noted(source, first_window, plan.global_batch_size)
     items = Items(
         source,
         position,
@@ -203,6 +205,14 @@ def open_stream(
     head = first_window if snapshot is None else partial(iter, begin)
     parts = deal(chain(first, items), plan, head=head, shards=shards)
     return OpenStream(parts, splits_itself, items)
+
+
+def _noted(source: Iterator[Any], window: list[Any], size: int) -> Iterator[Any]:
+    """Yield items, and fill a window up with the first of them: the end may be padded from it."""
+    for item in source:
+        if len(window) < size:
+            window.append(item)
+        yield item
 
 
 def _copy_of(dataset: Any) -> Any:
