@@ -84,6 +84,7 @@ class Attachment:
         self._mark = Mark()
         # An epoch was left early and the next has not begun: the loader itself knows where it is.
         self._is_between = False
+        self._left_epochs = 0  # those that are over then, the one left early among them
         # The epoch length that nobody gave: it was worked out here, or found in a run.
         self._has_own_length = False
         self._own_length: int | None = None
@@ -226,7 +227,10 @@ class Attachment:
         length = length_of(state.dataloader)
         if state.epoch_length is None:
             return False
-        if state.iteration > 0 and saved is not None:
+        is_from_state = state.iteration > 0 or (
+            saved is not None and saved.epoch_length == state.epoch_length
+        )
+        if saved is not None and is_from_state:
             return saved.is_length_given
         if state.iteration > 0:
             return not self._has_own_length or state.epoch_length not in (length, own)
@@ -307,7 +311,7 @@ class Attachment:
             self._replace(engine, data)
         if self._is_between:
             self._is_between = False
-            self._mark_now(engine, engine.state.epoch - 1, 0)
+            self._mark_now(engine, self._left_epochs, 0)
         if self._due is not None:
             (saved, is_at_end), self._due = self._due, None
             self._give_back(saved, is_at_end=is_at_end)
@@ -341,11 +345,11 @@ class Attachment:
         loader = None if self.loader is None else self.loader.state_dict()
         self._mark = Mark(loader, engine.state.iteration, epochs, done)
 
-    def _leave_epoch(self, engine: Engine, iter_counter: int) -> None:  # Ignite's
+    def _leave_epoch(self, engine: Engine, iter_counter: int) -> None:
         """Take an epoch that is left early for one that is over."""
         if self.loader is not None:
             self.loader.set_epoch(self.loader.epoch + 1)
-        self._is_between = True
+        self._is_between, self._left_epochs = True, engine.state.epoch
 
     def _note_length(self, engine: Engine) -> None:
         """Note a length that the engine has found; let a rank without a step go on."""
@@ -388,7 +392,7 @@ class Attachment:
         """
         state, mark = engine.state, self._mark
         if self._is_between:
-            mark = Mark(self.position, state.iteration, state.epoch, 0)
+            mark = Mark(self.position, state.iteration, self._left_epochs, 0)
         taken = None
         if self._snapshot is not None and self._snapshot[0] is mark:
             taken = self._snapshot[1]

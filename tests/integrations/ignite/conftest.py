@@ -15,6 +15,12 @@ else:
     pytest.importorskip("ignite", reason="needs shardplug[ignite]")
 
 
+@pytest.fixture(scope="session", autouse=True)
+def only_what_is_new_is_collected() -> None:
+    """Let collections pass over what was imported: they take a second otherwise."""
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def no_engine_left() -> Iterator[None]:
     """Collect engines, which form cycles, and with them the threads of their loaders."""
