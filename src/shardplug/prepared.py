@@ -29,7 +29,7 @@ from shardplug.plan.shard import Shard
 from shardplug.plan.split import ShardPlan, Tail
 from shardplug.samplers import HasEpoch
 from shardplug.states import Identity, encode_snapshot, layout_of, read_state, split_of
-from shardplug.streams import StreamFeed
+from shardplug.streams import HasState, StreamFeed
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -125,6 +125,13 @@ class PreparedLoader(DataLoader[Any]):
             raise PlanError(
                 "`in_order` must be True for ranks to know which batch they are at, got False. "
                 "Leave it out."
+            )
+        keeps_state = settings.is_stateful and isinstance(loader.dataset, HasState)
+        if settings.per_message > 1 and keeps_state and isinstance(feed, IndexFeed):
+            raise PlanError(
+                "`batches_per_message` must be 1 for a data set with a state_dict() to get its "
+                f"state back in the worker that it was of, got {settings.per_message}. Leave it "
+                "out, or leave use_stateful_dataloader out."
             )
         parts = feed.epoch_parts()
         if isinstance(loader.dataset, HasEpoch) and not any(p is loader.dataset for p in parts):
@@ -525,6 +532,7 @@ class PreparedLoader(DataLoader[Any]):
         if not (cursor.is_start or cursor.is_done):
             self._check_position(state, has_own=bool(own))
         if own:
+            self._check_own(own)
             cursor = replace(cursor, snapshots=tuple(own))
         feed = self._feed
         try:
@@ -536,6 +544,16 @@ class PreparedLoader(DataLoader[Any]):
                 f"`consumed` of the state must leave what this loader can deal out: {error}"
             ) from error
         return cursor, seed
+
+    def _check_own(self, own: Sequence[Snapshot]) -> None:
+        """Check that states of workers are those of as many as there are."""
+        num_workers = max(1, self._inner.num_workers)
+        for each in own:
+            if each.worker is not None and each.worker[1] != num_workers:
+                raise StateError(
+                    f"`num_workers` must be {each.worker[1]}, whose data sets have states of their "
+                    f"own, got {num_workers}. Use as many as before, or load without rank_states."
+                )
 
     def _check_position(self, state: Mapping[str, Any], *, has_own: bool) -> None:
         """Check that a position inside an epoch is one that this loader's data can go on from."""

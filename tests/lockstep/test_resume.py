@@ -213,6 +213,25 @@ def test_on_other_ranks_nothing_is_missed_or_repeated(kind: str, legs: tuple[Leg
     laws.elastic(partial(rest_from, KINDS[kind]), legs, order=order)
 
 
+def test_five_hundred_random_epochs_stopped_twice() -> None:
+    draw = random.Random(7)
+    for _ in range(500):
+        num_samples = draw.randint(0, 90)
+        legs = [
+            Leg(
+                laws.as_prepared(Case(num_samples, draw.randint(1, 9), draw.randint(1, 7))),
+                draw.randint(0, 5),
+            )
+            for _ in range(3)
+        ]
+        legs[-1] = Leg(legs[-1].case)
+        laws.elastic(
+            partial(rest_from, KINDS["keyed"]),
+            legs,
+            order=list(PermutedSampler(num_samples, seed=5)),
+        )
+
+
 @given(legs=strategies.chains(num_legs=3, tails=(Tail.EXACT,)))
 def test_an_exact_rest_is_dealt_or_refused(legs: tuple[Leg, ...]) -> None:
     can_prepare = all(is_possible(leg.case) for leg in legs)

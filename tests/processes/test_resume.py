@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
-from shardplug import PermutedSampler, ShardEngine, StateError, prepare_data_loader
+from shardplug import PermutedSampler, PlanError, ShardEngine, StateError, prepare_data_loader
 from shardplug.comm import Comm
 from shardplug.prepared import PreparedLoader
 from shardplug.states import decode_snapshot
@@ -250,6 +250,29 @@ def test_a_data_set_with_a_state_gets_it_back_in_each_worker(num_workers: int) -
     for stop in (0, 3, 4, 9):
         rest = go_on(make, whole.states[stop], whole.own[stop])
         assert [each for each in rest.moments if each.epoch == 0] == first[stop + 1 :]
+
+
+def test_states_of_workers_need_as_many_workers() -> None:
+    whole = go_on(
+        lambda: loader_over(Counting(), shards=1, num_workers=0, use_stateful_dataloader=True)
+    )
+    other = loader_over(Counting(), shards=1, num_workers=2, use_stateful_dataloader=True)
+    own = list(map(decode_snapshot, whole.own[3]))
+    with pytest.raises(StateError, match=r"^`num_workers` must be 1, whose data sets have state"):
+        other.read_state(json.loads(whole.states[3]), own)
+    other.load_state_dict(json.loads(whole.states[3]))
+    assert [row[0] for row in next(iter(other)).tolist()] == [8, 9]
+
+
+def test_a_data_set_with_a_state_takes_one_batch_a_message() -> None:
+    with pytest.raises(PlanError, match=r"^`batches_per_message` must be 1 for a data set with a"):
+        loader_over(
+            Counting(),
+            shards=1,
+            num_workers=2,
+            use_stateful_dataloader=True,
+            batches_per_message=2,
+        )
 
 
 def numbers_of(files: list[int]) -> Iterator[dict[str, int]]:

@@ -55,8 +55,8 @@ def deal(
     Args:
         items: The stream, from position ``plan.start`` of the epoch's order on.
         plan: How to deal, with ``num_samples`` None.
-        head: The first window of the epoch, to pad from when the stream does not start there; or
-            what makes it, called where it is needed.
+        head: The first window of the epoch, or as much of it as comes before the stream, to pad
+            from when the stream does not start there; or what makes it, called where needed.
         shards: Whose parts are wanted, in this order within each step; None: those of the plan's
             own shard.
 
@@ -82,7 +82,10 @@ def deal(
         step += 1
     first_window: Sequence[T] = windows.first
     if windows.rest and plan.tail is Tail.PAD and plan.start:
-        first_window = _head_of(head, plan, least=min(plan.global_batch_size, windows.seen))
+        given = list(islice(head() if callable(head) else head, plan.global_batch_size))
+        if len(given) == plan.start:  # the stream goes on in its first window
+            given += windows.first or windows.rest
+        first_window = _check_head(given, plan, least=min(plan.global_batch_size, windows.seen))
     ended = [replace(each, num_samples=windows.seen) for each in plans]
     for last in range(step, max(each.num_steps for each in ended)):
         for each in ended:
@@ -104,7 +107,7 @@ class _Windows(Generic[T]):
         self._source = source
         self._size = plan.global_batch_size
         self._lags = plan.tail is Tail.EXACT
-        self._keeps_first = plan.tail is Tail.PAD and not plan.start
+        self._keeps_first = plan.tail is Tail.PAD
         self.seen = plan.start
         self.first: list[T] = []
         self.rest: list[T] = []
@@ -141,13 +144,10 @@ def _last_part(step: int, plan: ShardPlan, rest: Sequence[T], head: Sequence[T])
     return Part(rows, plan.valid_rows(step), plan.cursor(step + 1), positions)
 
 
-def _head_of(
-    head: Sequence[T] | Callable[[], Iterable[T]], plan: ShardPlan, *, least: int
-) -> Sequence[T]:
-    first_window = list(islice(head() if callable(head) else head, plan.global_batch_size))
-    if len(first_window) < least:
+def _check_head(head: list[T], plan: ShardPlan, *, least: int) -> list[T]:
+    if len(head) < least:
         raise PlanError(
             "`head` must hold the first window of the epoch to pad a stream that goes on from "
-            f"sample {plan.start}, got {len(first_window)} items."
+            f"sample {plan.start}, got {len(head)} items."
         )
-    return first_window
+    return head
