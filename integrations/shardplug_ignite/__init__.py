@@ -10,5 +10,7 @@ except ImportError as error:
     ) from error
 
 from shardplug_ignite.handler import ShardHandler
+from shardplug_ignite.metrics import evened
+from shardplug_ignite.progress import ShardProgress
 
-__all__ = ["ShardHandler"]
+__all__ = ["ShardHandler", "ShardProgress", "evened"]

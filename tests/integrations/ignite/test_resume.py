@@ -76,20 +76,18 @@ class Script:
             trained.steps.append((handler.loader.epoch, rows))
 
         def save(engine: Engine) -> None:
+            if save_at is None or next(times) != save_at[1]:
+                return
             state = {"trainer": dict(engine.state_dict()), "shard": handler.state_dict()}
             trained.saved = json.loads(json.dumps(state))
             trained.num_saved = len(trained.steps)
             raise KilledError
 
-        def save_if_due(engine: Engine) -> None:
-            if save_at is not None and next(times) == save_at[1]:
-                save(engine)
-
         engine = Engine(step)
         handler.attach(engine)
         self.prepare(engine)
         if save_at is not None:
-            engine.add_event_handler(save_at[0], save_if_due)
+            engine.add_event_handler(save_at[0], save)
         if saved is not None:
             if self.has_trainer:
                 engine.load_state_dict(saved["trainer"])
