@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol, get_args, runtime_checkable
 
@@ -14,12 +14,13 @@ from shardplug.accumulation import MicroBatch, find_micro_batch, synchronising, 
 from shardplug.agree import gather, gather_for_metrics
 from shardplug.comm import Comm
 from shardplug.comm_torch import current_comm, local_device, start_process_group
+from shardplug.dividing import own_shard
 from shardplug.errors import PlanError
 from shardplug.optimizer import ScalerAwareOptimizer
 from shardplug.plan.cursor import OpenWindow
 from shardplug.plan.shard import Shard
 from shardplug.plan.window import Accumulation
-from shardplug.prepare import own_shard, prepare_data_loader
+from shardplug.prepare import prepare_data_loader
 from shardplug.prepared import PreparedLoader
 from shardplug.resume import (
     AccumulationState,
@@ -58,6 +59,10 @@ class ShardEngine:
         split_batches: See `prepare_data_loader`, as for the following ones.
         even_batches: Whether all ranks take the same number of full steps.
         tail: Says outright what happens at the end of an epoch, and wins.
+        dispatch_batches: True: rank 0 reads and each rank receives its rows. False: every rank
+            reads its own part. None: True for streams.
+        slice_fn_for_dispatch: Cuts each shard's rows out of a round that is dispatched; for loaders
+            that are not it has no effect.
         rng_types: Generators made equal to rank 0's at the start of each pass.
         use_seedable_sampler: Chooses where the seed of the order comes from.
         data_seed: The seed of the order.
@@ -93,6 +98,8 @@ class ShardEngine:
         split_batches: bool = False,
         even_batches: bool = True,
         tail: str | None = None,
+        dispatch_batches: bool | None = None,
+        slice_fn_for_dispatch: Callable[..., Any] | None = None,
         rng_types: Sequence[str] | None = ("generator",),
         use_seedable_sampler: bool = True,
         data_seed: int | None = None,
@@ -131,6 +138,8 @@ class ShardEngine:
             "split_batches": split_batches,
             "even_batches": even_batches,
             "tail": tail,
+            "dispatch_batches": dispatch_batches,
+            "slice_fn_for_dispatch": slice_fn_for_dispatch,
             "rng_types": rng_types,
             "use_seedable_sampler": use_seedable_sampler,
             "data_seed": data_seed,

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, TypeAlias, final
 import torch
 from torch import Tensor
 
+from shardplug.errors import BatchError
 from shardplug.rows import map_leaves
 from shardplug.spares import Spares
 
@@ -149,7 +150,7 @@ def wrap(parcel: Any) -> Wrapped:
         What to send; it refers to the memory of the parcel.
 
     Raises:
-        BatchError: If a container cannot be rebuilt.
+        BatchError: If a container cannot be rebuilt, or something cannot be pickled.
     """
     tensors: list[Tensor] = []
     others: list[object] = []
@@ -161,9 +162,15 @@ def wrap(parcel: Any) -> Wrapped:
         others.append(leaf)
         return -len(others)
 
-    structure = pickle.dumps(map_leaves(put, parcel), protocol=pickle.HIGHEST_PROTOCOL)
     lent: list[pickle.PickleBuffer] = []
-    values = pickle.dumps(others, protocol=5, buffer_callback=lent.append)
+    try:
+        structure = pickle.dumps(map_leaves(put, parcel), protocol=pickle.HIGHEST_PROTOCOL)
+        values = pickle.dumps(others, protocol=5, buffer_callback=lent.append)
+    except (pickle.PicklingError, TypeError, AttributeError) as error:
+        raise BatchError(
+            f"`batch` must hold tensors and what can be pickled, got what cannot: {error}. Leave "
+            "it out of the batch, or make it a string or number."
+        ) from error
     buffers = [each.raw() for each in lent]
     kinds = [(each.dtype, tuple(each.shape), each.requires_grad) for each in tensors]
     description = pickle.dumps(

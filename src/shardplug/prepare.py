@@ -26,7 +26,7 @@ from shardplug.samplers import SkipBatchSampler
 
 
 def prepare_data_loader(  # noqa: PLR0917  # these names and their order are Accelerate's
-    dataloader: DataLoader[Any],
+    dataloader: DataLoader[Any] | None,
     device: torch.device | str | int | None = None,
     num_processes: int | None = None,
     process_index: int | None = None,
@@ -62,7 +62,8 @@ def prepare_data_loader(  # noqa: PLR0917  # these names and their order are Acc
     place than this process's own: then it is a simulation and nothing is asked of other ranks.
 
     Args:
-        dataloader: The user's loader, the same on every rank.
+        dataloader: The user's loader, the same on every rank; with ``dispatch_batches=True`` it may
+            be None on ranks that do not read.
         device: Where batches go with ``put_on_device``; None: this process's.
         num_processes: Number of shards; None: the data-parallel ranks of this run.
         process_index: Which shard; None: the data-parallel coordinate of this process.
@@ -73,9 +74,8 @@ def prepare_data_loader(  # noqa: PLR0917  # these names and their order are Acc
         rng_types: Generators made equal to rank 0's at the start of each pass: "torch", "cuda",
             "xla", "generator", "numpy", "python".
         dispatch_batches: True: rank 0 reads and each rank receives its rows, see
-            `DataLoaderDispatcher`; elsewhere ``dataloader`` may be None, or one over None. False:
-            every rank reads its own part. None: True for a stream that is not known to be cut
-            already, on more than one rank.
+            `DataLoaderDispatcher`. False: every rank reads its own part. None: True for a stream
+            that is not known to be cut already, on more than one rank.
         even_batches: True: all ranks take the same number of full steps, padding from the start of
             the epoch. False: nothing is repeated, ranks may differ by a step.
         slice_fn_for_dispatch: Cuts each shard's rows out of a round of joined batches, as
@@ -168,6 +168,7 @@ def prepare_data_loader(  # noqa: PLR0917  # these names and their order are Acc
         SoloComm() if is_simulation else ranks, prepare, subject="the loader", facts=LOADER_FACTS
     )
     settings = replace(settings, seed=agreed[0])
+    assert dataloader is not None  # it was checked
     return DataLoaderShard.over(dataloader, seeded(feed, settings.seed), settings)
 
 
