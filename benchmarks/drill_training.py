@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import time
 from pathlib import Path
 from typing import IO, Any
 
@@ -71,7 +72,7 @@ class Training:
             self.schedule.load_state_dict(saved["schedule"])
             self.engine.load_state_dict(saved["engine"], rank_states=saved["ranks"])
 
-    def train(self, epochs: int, ledger: IO[str]) -> None:
+    def train(self, epochs: int, ledger: IO[str], *, step_s: float = 0.0) -> None:
         """Take the steps that are left, each written down before it is taken."""
         for epoch in range(self.loader.epoch, epochs):
             for inputs, outputs, numbers in self.loader:
@@ -89,6 +90,7 @@ class Training:
                     self.schedule.step()
                 if self.step % SAVE_EVERY == 0:
                     self.save()
+                time.sleep(step_s)
         self.save()
 
     def save(self) -> None:
@@ -127,13 +129,19 @@ def open_ledger(folder: Path) -> IO[str]:
     return (place / f"{comm.rank}-of-{comm.world_size}.txt").open("x", encoding="utf-8")
 
 
-def train(folder: Path, epochs: int) -> None:
-    """Train to the end, from wherever the run stands. Collective: every rank must call it."""
+def train(folder: Path, epochs: int, *, step_s: float = 0.0) -> None:
+    """Train to the end, from wherever the run stands. Collective: every rank must call it.
+
+    Args:
+        folder: Where the run keeps all it writes.
+        epochs: How many there are in all.
+        step_s: How much longer than it needs a step is to take.
+    """
     training = Training(folder)
     with open_ledger(folder) as ledger:
         ledger.write(f"{os.getpid()} {training.step}\n")
         ledger.flush()
-        training.train(epochs, ledger)
+        training.train(epochs, ledger, step_s=step_s)
 
 
 def main() -> None:
@@ -142,10 +150,11 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--epochs", type=int, required=True)
     parser.add_argument("--timeout-s", type=float, help="of collectives")
+    parser.add_argument("--step-s", type=float, default=0.0, help="to wait after each step")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     start_process_group(timeout_s=arguments.timeout_s)
-    train(arguments.folder, arguments.epochs)
+    train(arguments.folder, arguments.epochs, step_s=arguments.step_s)
 
 
 if __name__ == "__main__":
