@@ -1,0 +1,330 @@
+"""Real optimizer steps: schedules that follow them, windows of accumulation, and their resume."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from ignite.engine import Engine, Events, create_supervised_trainer
+from ignite.handlers import LRScheduler as IgniteLRScheduler
+from ignite.handlers import PiecewiseLinear
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
+from torch.utils.data import DataLoader, TensorDataset
+
+from shardplug import PlanError, ScalerAwareOptimizer, SoloComm
+from shardplug_ignite import ShardHandler
+
+BATCHES = 8
+
+
+def rows(poisoned: tuple[int, ...] = ()) -> DataLoader[Any]:
+    """Batches of two rows; those of some batches overflow when the loss is scaled."""
+    generator = torch.Generator().manual_seed(1)
+    inputs = torch.rand(2 * BATCHES, 3, generator=generator)
+    targets = inputs.sum(1, keepdim=True)
+    for batch in poisoned:
+        targets[2 * batch] = torch.inf
+    return DataLoader(TensorDataset(inputs, targets), batch_size=2)
+
+
+class Training:
+    """A trainer of Ignite's, and the learning rate of each step that moved the weights."""
+
+    def __init__(
+        self,
+        *,
+        accumulation: int = 1,
+        is_scaled: bool = False,
+        is_fused: bool = False,
+        wrap: Callable[[Any], Any] = lambda optimizer: optimizer,
+    ) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Linear(3, 1)
+        inner = torch.optim.SGD(self.model.parameters(), lr=1.0, fused=is_fused)
+        self.optimizer = wrap(inner)
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=8.0) if is_scaled else None
+        self.rates: list[float] = []
+        self.trainer = create_supervised_trainer(
+            self.model,
+            self.optimizer,
+            lambda predicted, target: 0.01 * nn.functional.mse_loss(predicted, target),
+            amp_mode="amp" if is_scaled else None,
+            scaler=self.scaler or False,
+            gradient_accumulation_steps=accumulation,
+        )
+        self.before = self.weights()
+        self.rate = 0.0
+        self.trainer.add_event_handler(Events.ITERATION_STARTED, self._look)
+
+    def watch(self) -> None:
+        """To be called after all schedules are attached."""
+        self.trainer.add_event_handler(Events.ITERATION_STARTED, self._look_at_rate)
+        self.trainer.add_event_handler(Events.ITERATION_COMPLETED, self._note)
+
+    def weights(self) -> torch.Tensor:
+        return torch.cat([each.detach().flatten().clone() for each in self.model.parameters()])
+
+    def _look(self) -> None:
+        self.before = self.weights()
+
+    def _look_at_rate(self) -> None:
+        self.rate = self.optimizer.param_groups[0]["lr"]
+
+    def _note(self) -> None:
+        if not torch.equal(self.before, self.weights()):
+            self.rates.append(self.rate)
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "accumulating": {"accumulation": 4},
+    "scaled": {"is_scaled": True},
+    "fused": {"is_scaled": True, "is_fused": True},
+    "both": {"accumulation": 2, "is_scaled": True},
+    "wrapped": {"wrap": ScalerAwareOptimizer},
+}
+NUM_STEPS = {"plain": 8, "accumulating": 2, "scaled": 6, "fused": 6, "both": 2, "wrapped": 8}
+
+
+def poison(kind: str) -> tuple[int, ...]:
+    return (0, 2) if KINDS[kind].get("is_scaled") else ()
+
+
+@pytest.mark.filterwarnings("ignore:.*Disabling autocast")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("way", ["lr_scheduler", "ignite", "piecewise"])
+def test_the_kth_step_has_the_kth_rate(kind: str, way: str) -> None:
+    training = Training(**KINDS[kind])
+    trainer, optimizer = training.trainer, training.optimizer
+    schedule = LambdaLR(optimizer, lambda step: 1 / (step + 1))
+    handler = ShardHandler(
+        optimizer=optimizer,
+        lr_scheduler=schedule if way == "lr_scheduler" else None,
+        comm=SoloComm(),
+    )
+    handler.attach(trainer)
+    expected = [1 / (step + 1) for step in range(NUM_STEPS[kind])]
+    if way == "ignite":
+        IgniteLRScheduler(schedule).attach(trainer, handler.step_event)
+    elif way == "piecewise":
+        piecewise: Any = PiecewiseLinear(optimizer, "lr", [(0, 1.0), (10, 0.0)])
+        piecewise.attach(trainer, handler.step_event)
+        expected = [1 - step / 10 for step in range(NUM_STEPS[kind])]
+    training.watch()
+    trainer.run(rows(poison(kind)), max_epochs=1)
+    state: Any = trainer.state
+    assert training.rates == pytest.approx(expected)
+    assert state.shard.optimizer_steps == NUM_STEPS[kind]
+
+
+def test_several_schedules_tick_together() -> None:
+    training = Training()
+    handler = ShardHandler(optimizer=training.optimizer, comm=SoloComm())
+    handler.attach(training.trainer)
+    ticks: list[tuple[str, int]] = []
+    for name in "ab":
+        training.trainer.add_event_handler(
+            handler.step_event,
+            lambda engine, name: ticks.append((name, engine.state.iteration)),
+            name,
+        )
+    training.trainer.run(rows(), max_epochs=1)
+    assert ticks == [(name, at) for at in range(1, BATCHES + 1) for name in "ab"]
+
+
+def test_the_optimizer_is_listened_to_while_an_engine_is_attached() -> None:
+    training = Training()
+    optimizer = training.optimizer
+    handler = ShardHandler(optimizer=optimizer, comm=SoloComm())
+    assert not optimizer._optimizer_step_post_hooks
+    handler.attach(training.trainer)
+    assert len(optimizer._optimizer_step_post_hooks) == 1
+    handler.detach(training.trainer)
+    assert not optimizer._optimizer_step_post_hooks
+
+
+# Resume in windows.
+
+
+@dataclass
+class Saved:
+    """What a checkpoint holds, as bytes."""
+
+    content: dict[str, Any] = field(default_factory=dict)
+
+    def put(self, objects: dict[str, Any]) -> None:
+        buffer = io.BytesIO()
+        torch.save({name: each.state_dict() for name, each in objects.items()}, buffer)
+        buffer.seek(0)
+        self.content = torch.load(buffer, weights_only=True)
+
+    def get(self, objects: dict[str, Any]) -> None:
+        for name, each in objects.items():
+            each.load_state_dict(copy.deepcopy(self.content[name]))
+
+
+class StoppedError(Exception):
+    """Ends a run."""
+
+
+def custom_step(model: nn.Module, optimizer: Any) -> Callable[[Engine, Any], None]:
+    """Accumulate three batches, in windows of the script's own counting."""
+    gathered = 0
+
+    def step(_: Engine, batch: Any) -> None:
+        nonlocal gathered
+        nn.functional.mse_loss(model(batch[0]), batch[1]).backward()
+        gathered += 1
+        if gathered == 3:
+            optimizer.step()
+            optimizer.zero_grad()
+            gathered = 0
+
+    return step
+
+
+def training_objects(way: str) -> dict[str, Any]:
+    """A training that accumulates, and whatever of it is saved."""
+    torch.manual_seed(0)
+    model = nn.Linear(3, 1)
+    optimizer: Any = torch.optim.Adam(model.parameters(), lr=0.1)
+    options: dict[str, Any] = {"optimizer": optimizer}
+    if way == "custom":
+        trainer = Engine(custom_step(model, optimizer))
+    else:
+        trainer = create_supervised_trainer(
+            model, optimizer, nn.MSELoss(), gradient_accumulation_steps=4
+        )
+    if way == "told":
+        options = {"gradient_accumulation_steps": 4}
+    handler = ShardHandler(comm=SoloComm(), data_seed=3, **options)
+    handler.attach(trainer)
+    objects = {"trainer": trainer, "model": model, "optimizer": optimizer, "shard": handler}
+    if way != "told":
+        schedule: Any = IgniteLRScheduler(LambdaLR(optimizer, lambda step: 1 / (step + 1)))
+        schedule.attach(trainer, handler.step_event)
+        objects["schedule"] = schedule
+    return objects
+
+
+def train(
+    way: str, *, stop_at: tuple[Any, int] | None = None, saved: Saved | None = None
+) -> tuple[torch.Tensor, Saved]:
+    """Train with accumulation to the end, or to the so-and-so-many-th coming of an event."""
+    objects = training_objects(way)
+    trainer, kept, times = objects["trainer"], Saved(), 0
+
+    def stop() -> None:
+        nonlocal times
+        times += 1
+        if stop_at is not None and times == stop_at[1]:
+            kept.put(objects)
+            raise StoppedError
+
+    if stop_at is not None:
+        trainer.add_event_handler(stop_at[0], stop)
+    if saved is not None:
+        saved.get(objects)
+    loader = DataLoader(rows().dataset, batch_size=3, shuffle=True)  # 6 batches
+    if stop_at is None:
+        trainer.run(loader, max_epochs=3)
+    else:
+        with pytest.raises(StoppedError):
+            trainer.run(loader, max_epochs=3)
+    return torch.cat([each.detach().flatten() for each in objects["model"].parameters()]), kept
+
+
+@pytest.mark.parametrize("way", ["ignite", "told", "custom"])
+@pytest.mark.parametrize("event", [Events.ITERATION_COMPLETED, Events.GET_BATCH_COMPLETED])
+def test_gradients_that_were_not_stepped_with_are_made_again(way: str, event: Any) -> None:
+    whole, _ = train(way)
+    for number in range(1, 19):
+        _, saved = train(way, stop_at=(event, number))
+        weights, _ = train(way, saved=saved)
+        torch.testing.assert_close(weights, whole, rtol=0, atol=1e-6, msg=f"{way} {number}")
+
+
+def test_dropout_goes_on_where_ranks_told_each_other_of_it() -> None:
+    def run(stop_at: int | None, saved: Saved | None) -> tuple[list[float], Saved]:
+        torch.manual_seed(0 if saved is None else 99)
+        seen: list[float] = []
+        trainer = Engine(lambda _, batch: seen.append(torch.rand(()).item()))
+        handler = ShardHandler(comm=SoloComm())
+        kept = Saved()
+
+        def save(engine: Engine) -> None:
+            if engine.state.iteration == stop_at:
+                kept.put({"shard": handler})
+                raise StoppedError
+
+        trainer.add_event_handler(Events.ITERATION_COMPLETED, save)
+        handler.attach(trainer, snapshot=Events.ITERATION_COMPLETED(every=3))
+        if saved is not None:
+            saved.get({"shard": handler})
+        trainer.add_event_handler(Events.STARTED, lambda: torch.rand(7))
+        if stop_at is None:
+            trainer.run(rows(), max_epochs=2)
+        else:
+            with pytest.raises(StoppedError):
+                trainer.run(rows(), max_epochs=2)
+        return seen, kept
+
+    whole, _ = run(None, None)
+    for stop_at in (3, 6, 9, 12, 15):
+        _, saved = run(stop_at, None)
+        assert run(None, saved)[0] == whole[stop_at:]
+    _, saved = run(4, None)  # nothing was told there: what is of another place is not given back
+    assert saved.content["shard"]["rank_states"] is None
+
+
+def test_a_snapshot_ends_with_the_attachment() -> None:
+    trainer = Engine(lambda _, __: None)
+    handler = ShardHandler(comm=SoloComm())
+    event = Events.ITERATION_COMPLETED(every=2) | Events.EPOCH_COMPLETED
+    handler.attach(trainer, snapshot=event)
+    trainer.run(rows(), max_epochs=1)
+    assert handler.state_dict()["rank_states"]["world_size"] == 1
+    handler.detach(trainer)
+    assert not any(trainer._event_handlers.values())
+
+
+# What is refused.
+
+
+@pytest.mark.parametrize(
+    ("options", "rule"),
+    [
+        ({"optimizer": 3}, "`optimizer` must be a torch.optim.Optimizer, got int"),
+        ({"gradient_accumulation_steps": 0}, "`gradient_accumulation_steps` must be at least 1, g"),
+        ({"gradient_accumulation_steps": -1}, "`gradient_accumulation_steps` must be at least 1"),
+    ],
+)
+def test_options_of_steps_are_checked(options: dict[str, Any], rule: str) -> None:
+    with pytest.raises(PlanError, match=rule):
+        ShardHandler(comm=SoloComm(), **options)
+
+
+def test_schedules_that_do_not_fit_are_refused() -> None:
+    weight = nn.Parameter(torch.ones(1))
+    optimizer, other = (torch.optim.SGD([weight], lr=1.0) for _ in range(2))
+    schedule = LambdaLR(optimizer, lambda step: 1.0)
+    ShardHandler(lr_scheduler=schedule, comm=SoloComm())
+    ShardHandler(None, ScalerAwareOptimizer(optimizer), schedule, comm=SoloComm())
+    with pytest.raises(PlanError, match="`lr_scheduler` must be one of the optimizer that is giv"):
+        ShardHandler(optimizer=other, lr_scheduler=schedule, comm=SoloComm())
+    for wrong in (ReduceLROnPlateau(optimizer), PiecewiseLinear(optimizer, "lr", [(0, 1.0)])):
+        with pytest.raises(PlanError, match=r"one of torch's that step\(\) moves on without a met"):
+            ShardHandler(lr_scheduler=wrong, comm=SoloComm())
+    with pytest.raises(PlanError, match="must be left out with mode='eval', got one of them"):
+        ShardHandler(optimizer=optimizer, mode="eval", comm=SoloComm())
+
+
+def test_there_are_no_steps_without_an_optimizer() -> None:
+    with pytest.raises(PlanError, match="`optimizer` must be given to the handler for steps to be"):
+        _ = ShardHandler(comm=SoloComm()).step_event
