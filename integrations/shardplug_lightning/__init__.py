@@ -14,14 +14,16 @@ except ImportError as error:
 
 from shardplug_lightning.options import OptionError, ShardOptions
 from shardplug_lightning.strategies import ShardStrategy, ShardStrategyMixin, register
-from shardplug_lightning.views import LoaderView
+from shardplug_lightning.views import DispatcherView, LoaderView, ShardView
 
 __all__ = [
+    "DispatcherView",
     "LoaderView",
     "OptionError",
     "ShardOptions",
     "ShardStrategy",
     "ShardStrategyMixin",
+    "ShardView",
     "register",
 ]
 

@@ -1,13 +1,18 @@
 """All that this package touches of Lightning without Lightning having promised it.
 
-Three names of ``lightning.pytorch`` 2.6, each behind one function that fails with the public way
+A few names of ``lightning.pytorch`` 2.6, each behind one function that fails with the public way
 out if the name has gone:
 
 * ``Trainer._accelerator_connector.use_distributed_sampler``, to read what the user said;
 * ``Trainer._data_connector._prepare_dataloader``, which rebuilds loaders with a sampler of
   Lightning's own, and for predict rebuilds them whatever the user said;
 * ``_IndexBatchSamplerWrapper`` in ``lightning.pytorch.overrides.distributed``, by which the
-  prediction loop recognises a loader that tells its batch indices.
+  prediction loop recognises a loader that tells its batch indices;
+* ``Trainer.fit_loop.epoch_loop.batch_progress``, which counts the batches of the epoch, and has to
+  count otherwise where a run goes on with another number of ranks;
+* ``Trainer.fit_loop._combined_loader._mode``, which says whether the shortest or the longest of
+  several loaders makes the length of an epoch;
+* ``Trainer.fit_loop._data_fetcher``, which holds a batch where no length is known.
 
 (Besides, `ShardStrategy` overrides ``_configure_launcher``, as Lightning's own strategies do, and
 with it touches ``_launcher`` and ``_start_method`` of the class it extends.)
@@ -27,6 +32,7 @@ from torch.utils.data import BatchSampler
 from shardplug import PlanError
 
 _PARAMETERS = ("dataloader", "shuffle", "mode")
+_COUNTS = ("ready", "started", "processed", "completed")
 
 
 def is_sharded_by_user(trainer: Trainer) -> bool:
@@ -84,6 +90,79 @@ def is_globally_seeded() -> bool:
     return "PL_GLOBAL_SEED" in os.environ  # noqa: TID251
 
 
+def count_batches(trainer: Trainer, done: int) -> None:
+    """Have Lightning count on from some batches of the epoch, at the start of a run.
+
+    Args:
+        trainer: The trainer.
+        done: How many are done, of those that an epoch has on this number of ranks.
+
+    Raises:
+        PlanError: If this version of Lightning counts in another way.
+    """
+    loop, progress = _batch_progress(trainer)
+    limit = trainer.num_training_batches  # which may be infinite
+    if done < limit:
+        _shift(progress, done - progress.current.processed)
+    elif progress.current.processed < limit:
+        # Nothing is left for this number of ranks.
+        _shift(progress, limit - progress.current.processed)
+        progress.current.ready = progress.current.started = limit
+        progress.current.completed = limit
+        progress.is_last_batch = True
+        loop.reset_restart_stage()
+
+
+def count_as_over(trainer: Trainer) -> None:
+    """Have Lightning count all batches of an epoch in which it has counted its last one.
+
+    Raises:
+        PlanError: If this version of Lightning counts in another way.
+    """
+    _, progress = _batch_progress(trainer)
+    if progress.current.processed:
+        _shift(progress, int(trainer.num_training_batches) - progress.current.processed)
+
+
+def _batch_progress(trainer: Trainer) -> tuple[Any, Any]:
+    loop = getattr(trainer.fit_loop, "epoch_loop", None)
+    progress = getattr(loop, "batch_progress", None)
+    current = getattr(progress, "current", None)
+    known = all(isinstance(getattr(current, name, None), int) for name in _COUNTS)
+    if not known or not hasattr(loop, "reset_restart_stage"):
+        raise _cannot_go_on("Trainer.fit_loop.epoch_loop.batch_progress")
+    return loop, progress
+
+
+def _shift(progress: Any, by: int) -> None:
+    for name in _COUNTS:
+        setattr(progress.current, name, getattr(progress.current, name) + by)
+
+
+def follows_shortest(trainer: Trainer) -> bool:
+    """Tell whether the shortest of several training loaders makes the length of an epoch.
+
+    Raises:
+        PlanError: If this version of Lightning does not tell.
+    """
+    mode = getattr(getattr(trainer.fit_loop, "_combined_loader", None), "_mode", None)
+    if not isinstance(mode, str):
+        raise _cannot_go_on("Trainer.fit_loop._combined_loader._mode")
+    return mode == "min_size"
+
+
+def fetch_again(trainer: Trainer) -> None:
+    """Have Lightning drop the batch that it holds, and begin to fetch anew.
+
+    Raises:
+        PlanError: If this version of Lightning fetches in another way.
+    """
+    fetcher = getattr(trainer.fit_loop, "_data_fetcher", None)
+    if fetcher is None:
+        raise _cannot_go_on("Trainer.fit_loop._data_fetcher")
+    iter(fetcher)
+
+
 def _as_it_is(dataloader: object, shuffle: bool, mode: Any) -> object:
     """Stand in for ``_prepare_dataloader``; a function of the module, so that it pickles."""
     return dataloader
@@ -95,4 +174,12 @@ def _unknown_version(name: str) -> PlanError:
         f"{lightning.__version__} without it. Install lightning 2.6, or pass "
         "Trainer(use_distributed_sampler=False) and use shardplug.prepare_data_loader() in your "
         "*_dataloader() hooks."
+    )
+
+
+def _cannot_go_on(name: str) -> PlanError:
+    return PlanError(
+        f"`lightning` must have {name} to go on inside an epoch, got version "
+        f"{lightning.__version__} without it. Install lightning 2.6, or go on from a checkpoint of "
+        "the end of an epoch."
     )

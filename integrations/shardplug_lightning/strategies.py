@@ -10,9 +10,10 @@ from typing import Any, ClassVar, Literal
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy, Strategy, StrategyRegistry
+from lightning.pytorch.trainer.states import TrainerFn
 from torch.nn.parallel import DistributedDataParallel
 
-from shardplug import DataLoaderShard, PlanError, current_comm, prepare_data_loader
+from shardplug import DataLoaderDispatcher, PlanError, current_comm, prepare_data_loader
 from shardplug_lightning.internals import (
     is_globally_seeded,
     is_sharded_by_user,
@@ -20,7 +21,8 @@ from shardplug_lightning.internals import (
     record_indices,
 )
 from shardplug_lightning.options import ShardOptions, check_keywords, keywords_of
-from shardplug_lightning.views import LoaderView
+from shardplug_lightning.positions import TrainingBook
+from shardplug_lightning.views import LoaderView, view_of
 
 TrainingTail = Literal["pad", "drop", "exact"]
 EvaluationTail = Literal["exact", "pad", "drop", "uneven"]
@@ -89,6 +91,7 @@ class ShardStrategyMixin(Strategy):
             data_seed=data_seed,
             rng_types=rng_types,
         )
+        self._book = TrainingBook()
         super().__init__(**strategy_options)
 
     def connect(self, model: LightningModule) -> None:
@@ -127,10 +130,11 @@ class ShardStrategyMixin(Strategy):
         if is_seedable is None:
             is_seedable = options.data_seed is not None or is_globally_seeded()
         try:
-            loader = prepare_data_loader(
+            loader: Any = prepare_data_loader(
                 dataloader,
                 split_batches=options.split_batches and is_training,
                 rng_types=options.rng_types,
+                dispatch_batches=False,
                 even_batches=options.even_batches,
                 use_seedable_sampler=is_seedable,
                 data_seed=options.data_seed,
@@ -147,9 +151,66 @@ class ShardStrategyMixin(Strategy):
             ) from error
         if loader is dataloader:
             loader = copy.copy(loader)  # one that the user has prepared, and keeps as it is
-        if trainer.predicting and loader.batch_sampler is not None:
+        is_dispatched = isinstance(loader, DataLoaderDispatcher)
+        if trainer.predicting and not is_dispatched and loader.batch_sampler is not None:
             loader.wrap_batch_sampler(record_indices)
-        return LoaderView(loader, dataloader)
+        if is_training:
+            self._book.open(trainer, loader)
+        return view_of(loader, dataloader, self._book if is_training else None)
+
+    def on_train_start(self) -> None:
+        """Go on where a checkpoint was saved."""
+        super().on_train_start()
+        self._book.go_on(self._trainer)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Note where the loaders stand.
+
+        Args:
+            batch: The batch.
+            batch_idx: Its number in the epoch.
+        """
+        super().on_train_batch_start(batch, batch_idx)
+        self._book.mark(self._trainer, batch_idx)
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
+    ) -> None:
+        """Save a checkpoint, and in it where the training loaders stand.
+
+        Args:
+            checkpoint: What Lightning has put together.
+            filepath: Where to.
+            storage_options: For the checkpoint plug-in.
+        """
+        self._book.write(self._trainer, checkpoint)
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def load_checkpoint(
+        self, checkpoint_path: Any, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Load a checkpoint; training goes on where its loaders stood.
+
+        Args:
+            checkpoint_path: Where it is.
+            weights_only: Whether to load nothing that could run code.
+
+        Returns:
+            What was saved.
+
+        Raises:
+            StateError: If the positions in it cannot be read.
+        """
+        checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
+        trainer = self._trainer
+        if trainer.state.fn == TrainerFn.FITTING and not is_sharded_by_user(trainer):
+            self._book.read(checkpoint)
+        return checkpoint
+
+    @property
+    def _trainer(self) -> Trainer:
+        assert self.lightning_module is not None  # there is a run, so there is a model
+        return self.lightning_module.trainer
 
     def reduce(
         self,
@@ -254,7 +315,7 @@ def _has_fractions(tensor: torch.Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
-def _gather_lengths(loader: DataLoaderShard) -> list[int]:
+def _gather_lengths(loader: Any) -> list[int]:
     """Collect the number of steps of each rank, `_NO_LENGTH` where it is not known.
 
     Collective: every rank must call it.

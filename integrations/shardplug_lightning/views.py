@@ -2,32 +2,158 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
 
-from shardplug import DataLoaderShard
+from shardplug import DataLoaderDispatcher, DataLoaderShard
+
+if TYPE_CHECKING:
+    _Prepared = DataLoaderShard
+else:
+    _Prepared = object  # a view is added to either class of prepared loaders
 
 
-class LoaderView(DataLoaderShard):
-    """A prepared loader without its state: Lightning would save rank 0's for all ranks.
+@dataclass(slots=True)
+class Spot:
+    """A place in the data: after some steps of a pass.
+
+    Attributes:
+        pass_number: Which pass of its loader, from 1.
+        step: Steps of it that are done.
+        state: The loader's state there, once it has been made.
+        has_ended: Whether the loader has been read to its end before, in the same epoch.
+    """
+
+    pass_number: int
+    step: int
+    state: Mapping[str, Any] | None = None
+    has_ended: bool = False
+
+
+class Book(Protocol):
+    """Who keeps track of where training stands; told of each pass."""
+
+    def begin(self, view: LoaderView) -> bool:
+        """Choose where the pass starts that is about to; tells whether there is one."""
+
+    def end(self, view: LoaderView) -> None:
+        """Note that a pass has run to its end."""
+
+    def spots_of(self, view: LoaderView) -> Iterable[Spot]:
+        """List the places of a loader that may be asked for."""
+
+
+@dataclass(slots=True)
+class Track:
+    """What is known of a view's passes.
+
+    Attributes:
+        pass_number: The latest pass, from 1; 0 before the first.
+        ended: In which epoch of Lightning's, and in which of the loader's, the latest pass that ran
+            to its end did.
+        last: The state while the last batch was out, if the latest pass has ended.
+    """
+
+    pass_number: int = 0
+    ended: tuple[int, int] | None = None
+    last: Mapping[str, Any] | None = None
+
+
+class LoaderView(_Prepared):
+    """A prepared loader whose passes are noted, so that training can go on where it was.
 
     Everything else is the loader's own; it is the same loader, seen through another class.
 
     Args:
-        loader: The loader; it remains usable, with its state.
+        loader: The loader; it remains usable.
         source: What the user gave, for a stage that divides it in another way.
+        book: Who keeps track of its passes; None: nobody does.
     """
 
-    _source: Any
-    # Lightning asks for the two methods; None is how a class says that it has none.
-    state_dict: Any = None
-    load_state_dict: Any = None
+    _view_source: Any
+    _view_book: Book | None
+    _view_track: Track
 
-    def __init__(self, loader: DataLoaderShard, source: Any) -> None:
+    def __init__(self, loader: Any, source: Any, book: Book | None = None) -> None:
         # Assigned past the loader's own way, which hands attributes on to torch's loader inside.
         object.__setattr__(self, "__dict__", vars(loader))
-        object.__setattr__(self, "_source", source)
+        for name, value in (
+            ("_view_source", source),
+            ("_view_book", book),
+            ("_view_track", Track()),
+        ):
+            object.__setattr__(self, name, value)
 
     @property
     def source(self) -> Any:
         """What the user gave."""
-        return self._source
+        return self._view_source
+
+    @property
+    def track(self) -> Track:
+        """What is known of its passes."""
+        return self._view_track
+
+    def spot(self, back: int, epoch: int | None) -> Spot:
+        """Return the place that is some steps before what has been handed out.
+
+        Args:
+            back: How many; below zero for steps that are still to come.
+            epoch: Lightning's epoch.
+        """
+        track = self._view_track
+        return Spot(
+            track.pass_number,
+            max(0, self.step + 1 - back),
+            None if self.has_pass else track.last,
+            track.ended is not None and track.ended[0] == epoch,
+        )
+
+    def state_of(self, spot: Spot) -> Mapping[str, Any]:
+        """Tell the loader's state at a place in its latest pass, or in one that ran to its end."""
+        if spot.state is not None:
+            return spot.state
+        if spot.pass_number == self._view_track.pass_number and self.has_pass:
+            return self.state_at(spot.step)
+        return self.state_dict()
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        """Start a pass at its first ``next``, and have it noted.
+
+        Collective: the first ``next`` is.
+        """
+        book, track = self._view_book, self._view_track
+        if book is None:
+            yield from super().__iter__()
+            return
+        if not book.begin(self):
+            return
+        track.pass_number += 1
+        track.last = None
+        for batch in super().__iter__():
+            yield batch
+            if self.end_of_dataloader:
+                self._settle(book)
+        book.end(self)
+
+    def _settle(self, book: Book) -> None:
+        """Make the states of this pass that may be asked for later, while it is still there."""
+        self._view_track.last = self.state_dict()
+        for spot in book.spots_of(self):
+            if spot.state is None and spot.pass_number == self._view_track.pass_number:
+                spot.state = self.state_at(spot.step)
+
+
+class ShardView(LoaderView, DataLoaderShard):
+    """A view of a loader of which each rank reads its part."""
+
+
+class DispatcherView(LoaderView, DataLoaderDispatcher):  # type: ignore[misc]  # see `_Prepared`
+    """A view of a loader that one rank reads for all."""
+
+
+def view_of(loader: Any, source: Any, book: Book | None = None) -> LoaderView:
+    """Make a view of a prepared loader, of its own class."""
+    kind = DispatcherView if isinstance(loader, DataLoaderDispatcher) else ShardView
+    return kind(loader, source, book)

@@ -7,14 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.fabric.utilities.types import _Stateful
 from lightning.pytorch import LightningModule, seed_everything
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from shardplug import Comm, DataLoaderShard, prepare_data_loader
-from shardplug_lightning import LoaderView, ShardStrategy
+from shardplug_lightning import ShardStrategy, ShardView
 from tests.integrations.lightning.ranks import (
     Trainee,
     Values,
@@ -27,29 +26,9 @@ from tests.integrations.lightning.ranks import (
 Seen = dict[str, list[list[int]]]
 
 
-class Stateful(DataLoaderShard):
-    """A loader with a state, as far as Lightning asks."""
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
-
-
-def test_a_view_has_no_state_for_lightning_to_save() -> None:
-    class StatefulView(LoaderView, Stateful):
-        pass
-
-    loader = Stateful(Values(6), batch_size=2)
-    view = StatefulView(loader, None)
-    assert isinstance(loader, _Stateful)
-    assert not isinstance(view, _Stateful)
-    assert CombinedLoader([loader, view])._state_dicts() == [{}]
-
-
 def test_a_view_is_the_loader() -> None:
     loader = prepare_data_loader(values(6, batch_size=2, shuffle=True))
-    view = LoaderView(loader, "what the user gave")
+    view = ShardView(loader, "what the user gave")
     assert isinstance(view, DataLoaderShard)
     assert view.source == "what the user gave"
     assert len(view) == 3

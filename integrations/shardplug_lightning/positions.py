@@ -1,0 +1,340 @@
+"""Where training stands, in checkpoints and after them.
+
+Lightning counts the batches that have been processed; that is the truth, however many loaders have
+handed out ahead of it. What is saved is the state of every training loader at that count, or at the
+last optimizer step, so that a window of accumulated gradients that a stop cuts open is made again.
+States are the same on every rank: nothing is gathered, since a checkpoint may be saved by one rank
+that has failed.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.utilities import CombinedLoader
+
+from shardplug import ShardplugWarning, StateError
+from shardplug_lightning.internals import (
+    count_as_over,
+    count_batches,
+    fetch_again,
+    follows_shortest,
+)
+from shardplug_lightning.views import LoaderView, Spot
+
+KEY = "shardplug"
+VERSION = 1
+
+_SLACK = 3
+"""One batch is fetched ahead, one may have failed, and one is still to be noted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A place in training.
+
+    Attributes:
+        epoch: Lightning's epoch.
+        batches: How many batches of it are done on each rank.
+        loaders: The states of the training loaders.
+        have_ended: Whether each of them has been read to its end in the epoch.
+    """
+
+    epoch: int
+    batches: int
+    loaders: tuple[Mapping[str, Any], ...]
+    have_ended: tuple[bool, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Write it as numbers and strings."""
+        loaders = [dict(state) for state in self.loaders]
+        return {
+            "version": VERSION,
+            "epoch": self.epoch,
+            "batches": self.batches,
+            "loaders": loaders,
+            "have_ended": list(self.have_ended),
+        }
+
+    @classmethod
+    def read(cls, entry: Any) -> Place:
+        """Read what `as_dict` made.
+
+        Raises:
+            StateError: If it is something else.
+        """
+        if not isinstance(entry, Mapping) or entry.get("version") != VERSION:
+            found = entry.get("version") if isinstance(entry, Mapping) else entry
+            raise StateError(
+                f"`{KEY}` of the checkpoint must be of version {VERSION}, got {found!r}. "
+                "Load it with the version of shardplug that saved it."
+            )
+        for name, kind in (
+            ("epoch", int),
+            ("batches", int),
+            ("loaders", list),
+            ("have_ended", list),
+        ):
+            if not isinstance(entry.get(name), kind):
+                raise StateError(
+                    f"`{name}` of `{KEY}` in the checkpoint must be of type {kind.__name__}, got "
+                    f"{entry.get(name)!r:.60}. The checkpoint is damaged: take another one."
+                )
+        loaders, have_ended = tuple(entry["loaders"]), tuple(map(bool, entry["have_ended"]))
+        return cls(entry["epoch"], entry["batches"], loaders, have_ended)
+
+
+class TrainingBook:
+    """Keeps track of the training loaders of a strategy.
+
+    Attributes:
+        place: Where to go on; None once training has.
+    """
+
+    def __init__(self) -> None:
+        self.place: Place | None = None
+        self._was_sent = False
+        self._trainer: Trainer | None = None
+        self._epoch: int | None = None
+        self._ahead = 0
+        self._marks: dict[int, list[Spot]] = {}
+        self._seen: Any = None
+        self._views: list[LoaderView] = []
+
+    # -- told by the views ---------------------------------------------------------------------
+
+    def begin(self, view: LoaderView) -> bool:
+        """Choose where the pass starts that is about to.
+
+        Usually Lightning has: it sets the epoch. It knows nothing of positions, nor that a loader
+        which is read several times in one of its epochs goes through several of its own.
+
+        Returns:
+            Whether there is a pass. A loader that had been read to its end before training goes on
+            ends once more at first: so Lightning learns of it.
+
+        Raises:
+            StateError: If the checkpoint does not fit the loaders.
+        """
+        epoch, ended = self._current_epoch(), view.track.ended
+        if ended is not None and ended[0] == epoch:
+            view.set_epoch(ended[1] + 1)
+            return True
+        place = self.place
+        if place is not None and place.epoch == epoch and self._send(view, place):
+            view.track.ended = epoch, view.epoch - 1
+            return False
+        return True
+
+    def end(self, view: LoaderView) -> None:
+        """Note that a pass has run to its end."""
+        view.track.ended = self._current_epoch(), view.epoch - 1
+
+    def spots_of(self, view: LoaderView) -> Iterator[Spot]:
+        """List the places of a loader that may be asked for."""
+        for number, each in enumerate(self._views):
+            if each is view:
+                return (spots[number] for spots in self._marks.values())
+        return iter(())
+
+    def _current_epoch(self) -> int:
+        assert self._trainer is not None  # set before there was a view
+        epoch = self._trainer.current_epoch
+        # Lightning counts an epoch that was over when it was saved only after the first fetch.
+        return epoch if self.place is None else max(epoch, self.place.epoch)
+
+    def _send(self, view: LoaderView, place: Place) -> bool:
+        """Let the next pass of a view start where it was; tells whether one had ended before."""
+        views = self._all_views()
+        if len(views) != len(place.loaders):
+            raise StateError(
+                f"`loaders` of the checkpoint must be as many as there are to train on, "
+                f"{len(views)}, got {len(place.loaders)}. Train on the loaders that were saved."
+            )
+        number = next(number for number, each in enumerate(views) if each is view)
+        start, seed = view.read_state(place.loaders[number])
+        view.go_to(start, seed)
+        if place.batches == 0:
+            view.set_epoch(place.epoch)
+        self._was_sent = True
+        # What is left of an epoch that is done is empty: it ends by itself.
+        return place.batches > 0 and place.have_ended[number] and not start.is_done
+
+    def _all_views(self) -> list[LoaderView]:
+        assert self._trainer is not None  # set before there was a view
+        found = self._trainer.train_dataloader
+        if found is not self._seen:
+            self._seen = found
+            flat = [] if found is None else CombinedLoader(found).flattened
+            self._views = [each for each in flat if isinstance(each, LoaderView)]
+        return self._views
+
+    # -- told by the strategy ------------------------------------------------------------------
+
+    def open(self, trainer: Trainer, loader: Any) -> None:
+        """Take note of a loader that training is about to read."""
+        self._trainer = trainer
+        loader.keep_history(_longest_window(trainer) + _SLACK)
+
+    def go_on(self, trainer: Trainer) -> None:
+        """Let Lightning count from where the loaders are, before the first batch of a run.
+
+        On another number of ranks an epoch has another number of batches.
+
+        Raises:
+            StateError: If the checkpoint does not fit the loaders; on all ranks.
+        """
+        self._trainer, self._epoch, self._marks = trainer, None, {}
+        place, views = self.place, self._all_views()
+        if place is None or not views:
+            return
+        if trainer.num_training_batches == math.inf:
+            if not self._was_sent:
+                fetch_again(trainer)  # what was fetched before the checkpoint was read
+            if place.batches == 0 and place.epoch == trainer.current_epoch:
+                count_batches(trainer, 0)
+            return
+        for view in views:
+            self._send(view, place)
+        if place.batches == 0:
+            count_as_over(trainer)
+            return
+        leading = (min if follows_shortest(trainer) else max)(views, key=len)
+        count_batches(trainer, len(leading) - leading.remaining_steps)
+
+    def mark(self, trainer: Trainer, batch: int) -> None:
+        """Note where the loaders stand when a batch is about to be trained on.
+
+        Args:
+            trainer: The trainer.
+            batch: Its number in the epoch, as Lightning counts.
+        """
+        views, marks = self._all_views(), self._marks
+        if trainer.current_epoch != self._epoch:
+            self._begin_epoch(trainer, batch)
+        ahead = 0 if self._ahead > 0 and trainer.is_last_batch else self._ahead
+        if batch not in marks:
+            marks[batch] = [view.spot(ahead + 1, self._epoch) for view in views]
+        marks[batch + 1] = [view.spot(ahead, self._epoch) for view in views]
+        window = batch - batch % trainer.accumulate_grad_batches
+        for old in [each for each in marks if each < window]:
+            del marks[old]
+
+    def _begin_epoch(self, trainer: Trainer, batch: int) -> None:
+        self._marks.clear()
+        self._epoch = trainer.current_epoch
+        # Where the end is not known, Lightning fetches one batch ahead to see it come.
+        self._ahead = int(trainer.num_training_batches == math.inf)
+        if _fetches_by_itself(trainer.lightning_module):
+            self._ahead = -1
+        if self.place is not None and self.place.batches:
+            known = zip(self.place.loaders, self.place.have_ended, strict=True)
+            self._marks[batch] = [Spot(0, 0, state, has_ended) for state, has_ended in known]
+        self.place, self._was_sent = None, False
+
+    def write(self, trainer: Trainer, checkpoint: dict[str, Any]) -> None:
+        """Put the place into a checkpoint that is about to be saved.
+
+        Not collective: one rank alone may be saving.
+        """
+        loops = checkpoint.get("loops", {}).get("fit_loop")
+        if loops is None or self._trainer is None or not self._all_views():
+            return  # only weights are saved, or nothing has been trained on
+        loops["state_dict"].pop("combined_loader", None)  # rank 0's, which Lightning gives to all
+        checkpoint[KEY] = self._place_at(trainer, loops).as_dict()
+
+    def _place_at(self, trainer: Trainer, loops: Mapping[str, Any]) -> Place:
+        epoch = loops["epoch_progress"]["current"]["processed"]
+        progress = loops["epoch_loop.batch_progress"]
+        done = progress["current"]["processed"]
+        if self._epoch is None and self.place is not None and self.place.epoch >= epoch:
+            return self.place
+        if epoch == self._epoch and self._marks:
+            if not _is_over(progress, trainer.num_training_batches):
+                return self._place_in_epoch(done, trainer.accumulate_grad_batches)
+            epoch += 1
+        states = tuple(view.state_dict() for view in self._views)
+        return Place(epoch, 0, states, (False,) * len(states))
+
+    def _place_in_epoch(self, done: int, window: int) -> Place:
+        """Go back to where the open window began, or where this run did."""
+        wanted = done - done % window
+        known = sorted(self._marks)
+        batches = next((each for each in known if each >= wanted), known[-1])
+        spots = zip(self._views, self._marks[batches], strict=True)
+        states = tuple(view.state_of(spot) for view, spot in spots)
+        ended = tuple(spot.has_ended for spot in self._marks[batches])
+        return Place(self._epoch or 0, batches, states, ended)
+
+    def read(self, checkpoint: dict[str, Any]) -> None:
+        """Take the place out of a checkpoint that has been loaded, for training to go on there.
+
+        What Lightning is to count is set right too: a cut window is made again, and a validation
+        that was cut short is run from its start.
+
+        Raises:
+            StateError: If what is there is no place.
+        """
+        self.place, self._was_sent = None, False
+        loops = checkpoint.get("loops", {}).get("fit_loop")
+        if loops is None:
+            return
+        loops["state_dict"].pop("combined_loader", None)
+        validation = loops["epoch_loop.val_loop.batch_progress"]["current"]
+        if validation["ready"] != validation["completed"]:
+            validation["completed"] = 0
+        done = loops["epoch_loop.batch_progress"]["current"]["processed"]
+        epoch = loops["epoch_progress"]["current"]["processed"]
+        if KEY not in checkpoint:
+            if not _is_over(loops["epoch_loop.batch_progress"], None) and done:
+                _warn_of_no_place(done)
+            return
+        self.place = Place.read(checkpoint[KEY])
+        if self.place.epoch == epoch and self.place.batches < done:
+            _rewind(loops["epoch_loop.batch_progress"], self.place.batches)
+
+
+def _is_over(progress: Mapping[str, Any], num_batches: float | None) -> bool:
+    """Tell whether the last batch of an epoch has been processed."""
+    current = progress["current"]
+    is_last = progress["is_last_batch"] or current["ready"] == num_batches
+    return bool(is_last) and current["processed"] == current["ready"] > 0
+
+
+def _rewind(progress: Mapping[str, Any], batches: int) -> None:
+    """Count as if the batch after the given ones had failed: Lightning then makes it again."""
+    current, total = progress["current"], progress["total"]
+    before = total["processed"] - current["processed"]
+    for name in ("ready", "started", "processed", "completed"):
+        current[name] = batches + (name in {"ready", "started"})
+        total[name] = before + current[name]
+
+
+def _longest_window(trainer: Trainer) -> int:
+    """Count the most batches of which gradients are accumulated in a run."""
+    steps = [trainer.accumulate_grad_batches]
+    for each in trainer.callbacks:  # type: ignore[attr-defined]  # of the connector's making
+        if isinstance(each, GradientAccumulationScheduler):
+            steps += each.scheduling.values()
+    return max(steps)
+
+
+def _fetches_by_itself(module: LightningModule) -> bool:
+    """Tell whether a training step asks for its batches, instead of being given one."""
+    return "dataloader_iter" in inspect.signature(module.training_step).parameters
+
+
+def _warn_of_no_place(done: int) -> None:
+    warnings.warn(
+        f"The checkpoint was saved after {done} batches of an epoch, without the positions of the "
+        "loaders: what is left of it is read from its start. Save checkpoints with this strategy.",
+        ShardplugWarning,
+        stacklevel=2,
+    )
