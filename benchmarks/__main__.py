@@ -5,13 +5,13 @@ python -m benchmarks [--json PATH]
 
 from __future__ import annotations
 
-from benchmarks import gathering, loading, optimizing, permutation, resuming
+from benchmarks import dispatching, gathering, loading, optimizing, permutation, resuming
 from benchmarks.table import Row, show
 
 
 def rows() -> list[Row]:
     """Measure everything."""
-    modules = (permutation, loading, optimizing, gathering, resuming)
+    modules = (permutation, loading, optimizing, gathering, resuming, dispatching)
     return [row for module in modules for row in module.rows()]
 
 
