@@ -505,7 +505,7 @@ def _as_it_was(saved: SavedRun) -> tuple[int | None, int, int]:
 def _set_limits(engine: Engine, saved: SavedRun) -> None:
     """Let a run that Ignite takes for a new one go as far as the one that was saved was to go."""
     state = engine.state
-    if state.iteration > 0:
+    if state.iteration > 0 or not saved.iteration:
         return
     if saved.max_iters is not None and state.max_epochs == 1:
         state.max_iters, state.max_epochs = saved.max_iters, None

@@ -431,12 +431,12 @@ def _leave_ended_run(engine: Engine) -> None:
         StateError: If the engine is interrupted, and will go on with the data it has at hand.
     """
     run: Any = engine._internal_run_generator  # noqa: SLF001  # Ignite does not tell otherwise
-    if run is None:
+    if run is None or run.gi_running:  # what is loaded while it runs is for the run that follows
         return
     if run.gi_frame is not None:
         raise StateError(
             "`state_dict` must be loaded before a run or after its end, got an engine that is "
-            "interrupted or running. Use a new engine, or let it run to its end."
+            "interrupted. Use a new engine, or let it run to its end."
         )
     engine._internal_run_generator = None  # noqa: SLF001  # dead: run() would return None once
 
