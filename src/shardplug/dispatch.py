@@ -224,7 +224,7 @@ class DispatchFeed:
     def count_steps(self, start: Cursor) -> int:
         """Count the steps from a position to the end, or raise TypeError if that is not known."""
         if not (start.consumed or start.extra_rows):
-            steps = self._own_steps(self.told.num_batches)
+            steps = self.own_steps(self.told.num_batches)
         elif start.extra_rows or self.plan.num_samples is None:
             steps = None
         else:
@@ -235,9 +235,6 @@ class DispatchFeed:
 
     def own_steps(self, num_batches: int | None) -> int | None:
         """Count this shard's of the batches of all; None of an unknown number."""
-        return self._own_steps(num_batches)
-
-    def _own_steps(self, num_batches: int | None) -> int | None:
         if num_batches is None:
             return None
         each, more = divmod(num_batches, self.shard.count)
@@ -309,6 +306,10 @@ class _Source(DataLoaderShard):
         made = cls.__new__(cls)
         made._adopt(loader, feed, settings)  # noqa: SLF001  # an object of this class
         return made
+
+    def anew(self) -> _Source:
+        """Make one that reads the same and has not begun."""
+        return self.reading(self._inner, self._feed, self._settings)
 
     def begin_pass(self, start: Cursor, seed: int) -> tuple[Pass, tuple[int, int] | None]:
         """Begin a pass that is iterated next, at a position that counts batches as steps."""
@@ -602,7 +603,12 @@ class DataLoaderDispatcher(PreparedLoader):
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what belongs to this process: connections, a pass under way."""
-        return {**super().__getstate__(), "_channel": None, "_under_way": None}
+        own = {"_channel": None, "_under_way": None}
+        source = self._source_loader
+        if source is None:
+            return {**super().__getstate__(), **own}
+        # A copy reads for itself, also while this one does.
+        return {**super().__getstate__(), **own, "_source_loader": source.anew()}
 
     @property
     def remainder(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import pickle
 import threading
@@ -630,19 +631,48 @@ def test_an_attribute_can_be_deleted() -> None:
     assert run_ranks(2, is_there) == [False, False]
 
 
-def test_it_survives_pickling_also_in_the_middle_of_a_pass() -> None:
-    def rows(comm: LockstepComm) -> Any:
-        loader: Any = DataLoaderDispatcher(
-            numbers(8) if comm.rank == 0 else None, batch_size=2, comm=comm
-        )
-        batches = iter(loader)
-        next(batches)
-        loader._settings = None  # the comm of lockstep ranks is not for pickling
-        copy = pickle.loads(pickle.dumps(loader.__getstate__()["_channel"]))
-        batches.close()
-        return copy
+def test_it_survives_pickling_in_the_middle_of_a_pass() -> None:
+    loader = prepare_data_loader(DataLoader(numbers(6), 2), dispatch_batches=True, comm=SoloComm())
+    batches = iter(loader)
+    next(batches)
+    copied = pickle.loads(pickle.dumps(loader))
+    batches.close()  # type: ignore[attr-defined]  # a generator
+    assert isinstance(copied, DataLoaderDispatcher)
+    # As of any prepared loader: a pass that is under way stays behind.
+    assert (copied.epoch, [batch.tolist() for batch in copied]) == (1, [[0, 1], [2, 3], [4, 5]])
 
-    assert run_ranks(2, rows) == [None, None]
+
+def test_a_copy_reads_while_the_original_does() -> None:
+    def rows(comm: LockstepComm) -> Any:
+        loader = dispatched(DataLoader(numbers(12), 2), comm)
+        batches = iter(loader)
+        first = next(batches).tolist()
+        other = [batch.tolist() for batch in copy.copy(loader)]
+        return [first, *(batch.tolist() for batch in batches)], other
+
+    for rank, seen in enumerate(run_ranks(2, rows)):
+        due = [[4 * step + 2 * rank, 4 * step + 2 * rank + 1] for step in range(3)]
+        assert seen == (due, due)
+
+
+class Remembering(Counted):
+    """A data set with a state: how often it has been read."""
+
+    def state_dict(self) -> Any:
+        return {"num_read": self.num_read}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.num_read = state["num_read"]
+
+
+def test_states_of_the_data_set_are_those_of_the_steps() -> None:
+    def states(comm: LockstepComm) -> Any:
+        loader = dispatched(DataLoader(Remembering(12), 2), comm, use_stateful_dataloader=True)
+        return [[json.loads(text[5:])[2] for text in loader.rank_state()] for _ in loader]
+
+    # However far it has read ahead; the other rank has none.
+    due = [[{"num_read": 4 * step}] for step in (1, 2, 3)]
+    assert run_ranks(2, states) == [due, [[]] * 3]
 
 
 def test_the_batch_sampler_is_not_for_iterating() -> None:
