@@ -420,11 +420,8 @@ class PreparedLoader(DataLoader[Any]):
             "epoch"; "consumed", which counts real rows of the epoch's global order over all ranks,
             or batches, as "unit" says; "seed" and others that a loader is checked by.
         """
-        progress = self._epochs.progress
-        run = progress.current
-        if run is None:
-            return self._state_of_upcoming()
-        return self.state_at(run.step)
+        run = self._epochs.progress.current
+        return self._state_of_upcoming() if run is None else self._state_in(run, run.step)
 
     def state_at(self, step: int) -> dict[str, Any]:
         """Tell where the loader stood after some of the steps of its pass.
@@ -435,29 +432,35 @@ class PreparedLoader(DataLoader[Any]):
         """
         run = self._epochs.progress.current
         assert run is not None  # whoever names a step has seen a pass
-        record = run.record
+        return self._state_in(run, step)
+
+    def _state_in(self, run: Run, step: int) -> dict[str, Any]:
+        """Tell where a pass stood; asked for in each step, so that every look-up counts."""
+        record, feed = run.record, self._feed
         state = self._blank.copy()
-        state["is_done"] = 0 < step == record.num_steps
-        if self._feed.is_cut or (type(record) is StreamPass and record.is_split):
+        state["is_done"] = is_done = 0 < step == record.num_steps
+        stream = record if type(record) is StreamPass else None
+        if feed.is_cut or (stream is not None and stream.is_split):
             self._put_steps(state, run.first_step + step)
-            if type(record) is StreamPass and record.is_split:
-                shard_index = self.shard.index if self._feed.is_cut else None
+            if stream is not None and stream.is_split:
+                shard_index = self.shard.index if feed.is_cut else None
                 state.update(
-                    split_of(self.identity, record.snapshots(step), shard_index=shard_index)
+                    split_of(self.identity, stream.snapshots(step), shard_index=shard_index)
                 )
             return state
-        state["consumed"] = self.consumed_before(step)
         if step < 0:
+            state["consumed"] = run.window.consumed
             return state
-        if state["is_done"]:
+        state["consumed"] = record.consumed(step)
+        if is_done:
             # What is dropped counts as done, where it is known how much that is.
-            state["consumed"] = max(state["consumed"], self._feed.num_positions or 0)
+            state["consumed"] = max(state["consumed"], feed.num_positions or 0)
         extra_rows = record.extra_rows(step)
         if extra_rows:
             state["extra_rows"] = extra_rows
-        if type(record) is StreamPass:
-            for snapshot in record.snapshots(step):
-                state["source"] = encode_snapshot(snapshot, what=self._feed.kind)
+        if stream is not None:
+            for snapshot in stream.snapshots(step):
+                state["source"] = encode_snapshot(snapshot, what=feed.kind)
         return state
 
     def _put_steps(self, state: dict[str, Any], steps: int) -> None:
