@@ -43,6 +43,7 @@ from shardplug import (
     skip_first_batches,
 )
 from shardplug.plan.cursor import Cursor
+from shardplug.prepared import PreparedLoader
 from shardplug.testing import LockstepComm, run_ranks
 from tests import laws, reference, strategies
 from tests.laws import Case, RankRun, Run
@@ -551,7 +552,7 @@ def test_iterating_moves_no_generator_of_the_process(kind: str, built_directly: 
             if kind == "batches"
             else {"batch_size": plain.batch_size, "sampler": plain.sampler}
         )
-        loader = DataLoaderShard(plain.dataset, **sampler)
+        loader: PreparedLoader = DataLoaderShard(plain.dataset, **sampler)
     else:
         loader = prepare_data_loader(plain, num_processes=2, process_index=1)
 
@@ -832,7 +833,7 @@ def test_the_samplers_show_the_whole_epoch_and_this_ranks_batches() -> None:
 )
 @pytest.mark.parametrize("in_a_pass", [False, True])
 def test_loaders_can_be_copied_and_pickled(copied: Callable[[Any], Any], in_a_pass: bool) -> None:
-    def loader() -> DataLoaderShard:
+    def loader() -> PreparedLoader:
         made = prepare_data_loader(shuffling(8), num_processes=2, process_index=1)
         made.set_epoch(3)
         return made

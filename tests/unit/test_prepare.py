@@ -32,6 +32,7 @@ from shardplug import (
     prepare_data_loader,
     skip_first_batches,
 )
+from shardplug.prepared import PreparedLoader
 from tests import laws, reference
 from tests.laws import Case
 
@@ -49,7 +50,7 @@ def batches_of(loader: Any) -> Batches:
     return [list(laws.ids_of(batch)) for batch in loader]
 
 
-def simulated(loader: Any, world_size: int, **options: Any) -> list[DataLoaderShard]:
+def simulated(loader: Any, world_size: int, **options: Any) -> list[PreparedLoader]:
     """The loaders of all ranks, prepared in this one."""
     return [
         prepare_data_loader(loader, num_processes=world_size, process_index=rank, **options)

@@ -134,7 +134,7 @@ def test_an_unknown_name_is_refused() -> None:
 
 def test_reading_after_the_first_item_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     enter_worker(monkeypatch, 1, LateSplitIds(3))
-    parts, _ = open_stream(LateSplitIds(3), PLAN, "auto")
+    parts = open_stream(LateSplitIds(3), PLAN, "auto").parts
     with pytest.raises(
         PlanError,
         match=r'^`worker_split` must say who .* got "auto" with LateSplitIds, which reads its '
