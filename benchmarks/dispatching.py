@@ -161,16 +161,16 @@ def rows_of(world_size: int, by_rank: list[Measured]) -> list[Row]:
             unit="B",
         ),
         at_most(
-            f"batches held on the reader, {where}",
-            reader.held_bytes * mb,
-            3 * world_size * IMAGE_BYTES * mb,
-            unit="MB",
+            f"rounds held on the reader, {where}",
+            round(reader.held_bytes / (world_size * IMAGE_BYTES), 1),
+            3,
+            unit="rounds",
         ),
         at_most(
             f"batches held elsewhere, {where}",
-            max(each.held_bytes for each in others) * mb,
-            2 * IMAGE_BYTES * mb,
-            unit="MB",
+            round(max(each.held_bytes for each in others) / IMAGE_BYTES, 1),
+            2,
+            unit="batches",
         ),
         at_most(
             f"memory grown over {LONG} steps, {where}",
@@ -256,12 +256,16 @@ def waiting(batches: Iterator[Any]) -> Iterator[float]:
 
 
 def hold(loader: Iterable[Any]) -> float:
-    """Tell by how much memory in use is larger in the middle of a pass than before, at most."""
+    """Tell by how much memory in use is larger in the middle of a pass than before, at most.
+
+    What ranks share with the reader is counted there.
+    """
+    is_reader = dist.get_rank() == dispatch.READER
     dist.barrier()
-    before, most = resident_bytes(), 0
+    before, most = resident_bytes(with_shared=is_reader), 0
     for _ in loader:
         time.sleep(0.01)  # what comes after is read meanwhile
-        most = max(most, resident_bytes())
+        most = max(most, resident_bytes(with_shared=is_reader))
     dist.barrier()
     return float(most - before)
 
@@ -296,9 +300,10 @@ def grow(loader: Iterable[Any]) -> float:
     return float(max(0, resident_bytes() - early))
 
 
-def resident_bytes() -> int:
+def resident_bytes(*, with_shared: bool = True) -> int:
     """Count the bytes of this process that are in memory."""
-    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+    resident, shared = map(int, Path("/proc/self/statm").read_text(encoding="ascii").split()[1:3])
+    pages = resident if with_shared else resident - shared
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
