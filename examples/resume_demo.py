@@ -135,7 +135,8 @@ def train(folder: Path) -> tuple[Told, list[list[list[int]]], Told]:
     """
     print(
         f"\nStopped and resumed: {NUM_TRAIN} digits, {EPOCHS} epochs of {STEPS_PER_EPOCH} steps, "
-        f"a checkpoint every {SAVE_EVERY} steps.",
+        f"a checkpoint every {SAVE_EVERY} steps.\n"
+        f"Each batch of {BATCH_SIZE} is shared out among the ranks, so any number trains the same.",
         flush=True,
     )
     _, alone = run_ranks(1, folder / "undisturbed")
