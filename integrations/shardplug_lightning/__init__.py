@@ -12,15 +12,25 @@ except ImportError as error:
         "shardplug_lightning needs Lightning: pip install 'shardplug[lightning]'"
     ) from error
 
+from shardplug_lightning.mixin import ShardStrategyMixin
 from shardplug_lightning.options import OptionError, ShardOptions
-from shardplug_lightning.strategies import ShardStrategy, ShardStrategyMixin, register
+from shardplug_lightning.strategies import (
+    ShardFSDPStrategy,
+    ShardModelParallelStrategy,
+    ShardSingleDeviceStrategy,
+    ShardStrategy,
+    register,
+)
 from shardplug_lightning.views import DispatcherView, LoaderView, ShardView
 
 __all__ = [
     "DispatcherView",
     "LoaderView",
     "OptionError",
+    "ShardFSDPStrategy",
+    "ShardModelParallelStrategy",
     "ShardOptions",
+    "ShardSingleDeviceStrategy",
     "ShardStrategy",
     "ShardStrategyMixin",
     "ShardView",

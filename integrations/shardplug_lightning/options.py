@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, fields
 from itertools import chain
 from typing import Any
@@ -37,6 +37,13 @@ class ShardOptions:
     use_seedable_sampler: bool | None = None
     data_seed: int | None = None
     rng_types: Sequence[str] | None = None
+    dispatch_batches: bool | None = None
+    slice_fn_for_dispatch: Callable[..., Any] | None = None
+    use_stateful_dataloader: bool = False
+    sync_order: str = "agree"
+    worker_split: str = "auto"
+    batches_per_message: int = 1
+    seed_samples: bool = False
 
     def __post_init__(self) -> None:
         """Check each value."""
@@ -47,6 +54,13 @@ class ShardOptions:
         _check_tail("evaluation_tail", self.evaluation_tail, Tail)
         _check_seed(self.data_seed, self.use_seedable_sampler)
         _check_names("rng_types", self.rng_types)
+        _check_bool("dispatch_batches", self.dispatch_batches, or_none=True)
+        _check_callable("slice_fn_for_dispatch", self.slice_fn_for_dispatch)
+        _check_bool("use_stateful_dataloader", self.use_stateful_dataloader)
+        _check_choice("sync_order", self.sync_order, ("agree", "broadcast"))
+        _check_choice("worker_split", self.worker_split, ("auto", "shardplug", "dataset"))
+        _check_count("batches_per_message", self.batches_per_message)
+        _check_bool("seed_samples", self.seed_samples)
 
     @classmethod
     def names(cls) -> tuple[str, ...]:
@@ -128,3 +142,19 @@ def _check_names(name: str, value: Any) -> None:
         )
     if value is not None and not isinstance(value, Sequence):
         raise PlanError(f"`{name}` must be a sequence of names or None, got {value!r}.")
+
+
+def _check_callable(name: str, value: Any) -> None:
+    if value is not None and not callable(value):
+        raise PlanError(f"`{name}` must be a function or None, got {value!r}.")
+
+
+def _check_choice(name: str, value: Any, known: Sequence[str]) -> None:
+    if value not in known:
+        text = ", ".join(map(repr, known))
+        raise PlanError(f"`{name}` must be one of {text}, got {value!r}.")
+
+
+def _check_count(name: str, value: Any) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise PlanError(f"`{name}` must be an integer of at least 1, got {value!r}.")

@@ -2,241 +2,23 @@
 
 from __future__ import annotations
 
-import copy
 import sys
-from collections.abc import Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any
 
-import torch
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.strategies import DDPStrategy, Strategy, StrategyRegistry
-from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch import LightningModule
+from lightning.pytorch.strategies import (
+    DDPStrategy,
+    FSDPStrategy,
+    ModelParallelStrategy,
+    SingleDeviceStrategy,
+    StrategyRegistry,
+)
+from torch.distributed.fsdp import FullyShardedDataParallel  # noqa: TID251  # for its keywords
 from torch.nn.parallel import DistributedDataParallel
 
-from shardplug import DataLoaderDispatcher, PlanError, current_comm, prepare_data_loader
-from shardplug_lightning.internals import (
-    is_globally_seeded,
-    is_sharded_by_user,
-    keep_loaders,
-    record_indices,
-)
-from shardplug_lightning.options import ShardOptions, check_keywords, keywords_of
-from shardplug_lightning.positions import TrainingBook
-from shardplug_lightning.views import LoaderView, view_of
-
-TrainingTail = Literal["pad", "drop", "exact"]
-EvaluationTail = Literal["exact", "pad", "drop", "uneven"]
-
-_NO_LENGTH = -1
-
-
-class ShardStrategyMixin(Strategy):
-    """Sharding for a strategy of Lightning's: put it first, before the class that trains.
-
-    Training loaders are padded so that all ranks take the same number of steps, and shuffled anew
-    in each epoch; validation, test and prediction see each sample exactly once. Loaders are cloned
-    with their own samplers and batch samplers, never rebuilt, so any class of them will do.
-    Lightning moves the batches to the device and counts the epochs.
-
-    ``Trainer(use_distributed_sampler=False)`` is respected: loaders then stay as they are.
-
-    Args:
-        split_batches: False: each rank trains on whole batches, every n-th. True: each training
-            batch is cut and each rank gets its piece.
-        even_batches: False: nothing is repeated in training, which is an error where ranks would
-            then take different numbers of steps.
-        tail: "pad", "drop" or "exact" says outright what happens at the end of a training epoch,
-            and wins over ``even_batches`` and the loader's ``drop_last``.
-        evaluation_tail: The same for validation, test and prediction; also "uneven", which repeats
-            and drops nothing but lets ranks differ by a step, so that no step may wait for others.
-        use_seedable_sampler: Chooses the seed of the order, where the loader has no generator of
-            its own. True: rank 0's ``torch.initial_seed()``, the seed of ``seed_everything``;
-            False: one draw of rank 0's torch RNG. None: True if ``seed_everything`` was called.
-        data_seed: The seed of the order, whatever else is seeded.
-        rng_types: Generators made equal to rank 0's at the start of each pass.
-        strategy_options: For the class that trains.
-
-    Raises:
-        OptionError: If a keyword is unknown.
-        PlanError: If a value is of a wrong kind.
-    """
-
-    _passed_on: ClassVar[frozenset[str]] = frozenset()
-    """Keywords that are known to the class that trains, or to what it passes keywords on to."""
-
-    def __init__(
-        self,
-        *,
-        split_batches: bool = False,
-        even_batches: bool = True,
-        tail: TrainingTail | None = None,
-        evaluation_tail: EvaluationTail = "exact",
-        use_seedable_sampler: bool | None = None,
-        data_seed: int | None = None,
-        rng_types: Sequence[str] | None = None,
-        **strategy_options: Any,
-    ) -> None:
-        check_keywords(
-            type(self).__name__,
-            strategy_options,
-            own=ShardOptions.names(),
-            passed_on=self._passed_on,
-        )
-        self.shard_options = ShardOptions(
-            split_batches=split_batches,
-            even_batches=even_batches,
-            tail=tail,
-            evaluation_tail=evaluation_tail,
-            use_seedable_sampler=use_seedable_sampler,
-            data_seed=data_seed,
-            rng_types=rng_types,
-        )
-        self._book = TrainingBook()
-        super().__init__(**strategy_options)
-
-    def connect(self, model: LightningModule) -> None:
-        """Take the model, and from Lightning the preparing of loaders."""
-        super().connect(model)
-        if not is_sharded_by_user(model.trainer):
-            keep_loaders(model.trainer)
-
-    def process_dataloader(self, dataloader: object) -> object:
-        """Make a loader of the user's read its shard.
-
-        Collective: every rank must call it.
-
-        Args:
-            dataloader: One of the loaders of the stage that the trainer is in.
-
-        Returns:
-            What Lightning iterates instead.
-
-        Raises:
-            PlanError: If the loader cannot be divided as the stage needs it; on all ranks, before
-                the loop starts.
-        """
-        model = self.lightning_module
-        assert model is not None  # loaders are made for a model
-        if not is_sharded_by_user(model.trainer):
-            dataloader = self._shard(dataloader, model.trainer)
-        return super().process_dataloader(dataloader)
-
-    def _shard(self, dataloader: Any, trainer: Trainer) -> LoaderView:
-        if isinstance(dataloader, LoaderView):
-            dataloader = dataloader.source  # from a CombinedLoader that was used in another stage
-        options = self.shard_options
-        is_training = bool(trainer.training)
-        is_seedable = options.use_seedable_sampler
-        if is_seedable is None:
-            is_seedable = options.data_seed is not None or is_globally_seeded()
-        try:
-            loader: Any = prepare_data_loader(
-                dataloader,
-                split_batches=options.split_batches and is_training,
-                rng_types=options.rng_types,
-                dispatch_batches=False,
-                even_batches=options.even_batches,
-                use_seedable_sampler=is_seedable,
-                data_seed=options.data_seed,
-                tail=options.tail if is_training else options.evaluation_tail,
-            )
-            _check_lengths(_gather_lengths(loader), is_training=is_training)
-        except PlanError as error:
-            assert trainer.state.stage is not None
-            stage = trainer.state.stage.dataloader_prefix
-            chosen = "split_batches, even_batches and tail" if is_training else "evaluation_tail"
-            raise PlanError(
-                f"The {stage} loader cannot be sharded: {error} (In this stage "
-                f"{type(self).__name__} goes by {chosen}.)"
-            ) from error
-        if loader is dataloader:
-            loader = copy.copy(loader)  # one that the user has prepared, and keeps as it is
-        is_dispatched = isinstance(loader, DataLoaderDispatcher)
-        if trainer.predicting and not is_dispatched and loader.batch_sampler is not None:
-            loader.wrap_batch_sampler(record_indices)
-        if is_training:
-            self._book.open(trainer, loader)
-        return view_of(loader, dataloader, self._book if is_training else None)
-
-    def on_train_start(self) -> None:
-        """Go on where a checkpoint was saved."""
-        super().on_train_start()
-        self._book.go_on(self._trainer)
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Note where the loaders stand.
-
-        Args:
-            batch: The batch.
-            batch_idx: Its number in the epoch.
-        """
-        super().on_train_batch_start(batch, batch_idx)
-        self._book.mark(self._trainer, batch_idx)
-
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
-    ) -> None:
-        """Save a checkpoint, and in it where the training loaders stand.
-
-        Args:
-            checkpoint: What Lightning has put together.
-            filepath: Where to.
-            storage_options: For the checkpoint plug-in.
-        """
-        self._book.write(self._trainer, checkpoint)
-        super().save_checkpoint(checkpoint, filepath, storage_options)
-
-    def load_checkpoint(
-        self, checkpoint_path: Any, weights_only: bool | None = None
-    ) -> dict[str, Any]:
-        """Load a checkpoint; training goes on where its loaders stood.
-
-        Args:
-            checkpoint_path: Where it is.
-            weights_only: Whether to load nothing that could run code.
-
-        Returns:
-            What was saved.
-
-        Raises:
-            StateError: If the positions in it cannot be read.
-        """
-        checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
-        trainer = self._trainer
-        if trainer.state.fn == TrainerFn.FITTING and not is_sharded_by_user(trainer):
-            self._book.read(checkpoint)
-        return checkpoint
-
-    @property
-    def _trainer(self) -> Trainer:
-        assert self.lightning_module is not None  # there is a run, so there is a model
-        return self.lightning_module.trainer
-
-    def reduce(
-        self,
-        tensor: torch.Tensor | Any,
-        group: Any | None = None,
-        reduce_op: Any = "mean",
-    ) -> torch.Tensor | Any:
-        """Reduce a tensor over the ranks; the mean of integers is not cut off to an integer.
-
-        Lightning takes the mean of the ranks' sample counts to weigh what they log. Ranks that have
-        different numbers of samples, as they do where none is repeated, need its fraction.
-
-        Collective: every rank must call it.
-
-        Args:
-            tensor: What this rank has.
-            group: The ranks; None: all.
-            reduce_op: "mean", "avg", "sum", ... or a ReduceOp.
-
-        Returns:
-            What all ranks together have, on every rank.
-        """
-        if isinstance(tensor, torch.Tensor) and _is_mean(reduce_op) and not _has_fractions(tensor):
-            tensor = tensor.to(torch.float64)
-        # Abstract here; the class that trains, which comes next, has it.
-        return super().reduce(tensor, group, reduce_op)  # type: ignore[safe-super]
+from shardplug import Comm, PlanError, SoloComm
+from shardplug_lightning.mixin import ShardStrategyMixin
+from shardplug_lightning.options import keywords_of
 
 
 class ShardStrategy(ShardStrategyMixin, DDPStrategy):
@@ -271,13 +53,8 @@ class ShardStrategy(ShardStrategyMixin, DDPStrategy):
             strategy_registry: Lightning's registry.
         """
         for name, start_method in _START_METHODS.items():
-            if name not in strategy_registry:
-                strategy_registry.register(
-                    name,
-                    cls,
-                    description=f"Sharded DDP strategy with `start_method` '{start_method}'",
-                    start_method=start_method,
-                )
+            text = f"Sharded DDP strategy with `start_method` '{start_method}'"
+            _register(strategy_registry, name, cls, text, start_method=start_method)
 
     def _configure_launcher(self) -> None:
         if self.num_nodes * self.num_processes == 1:
@@ -286,6 +63,118 @@ class ShardStrategy(ShardStrategyMixin, DDPStrategy):
         if self._start_method == "popen" and _is_interactive():
             self._start_method = "fork"  # there is no script to start again
         super()._configure_launcher()
+
+
+class ShardSingleDeviceStrategy(ShardStrategyMixin, SingleDeviceStrategy):
+    """Train on one device in this process, with loaders that can go on where they were.
+
+    For devices that Lightning does not train on in parallel, as MPS. Takes the options of
+    `ShardStrategyMixin` and of Lightning's ``SingleDeviceStrategy``: ``device="mps"``.
+    """
+
+    strategy_name = "shard_single_device"
+    _passed_on = keywords_of(SingleDeviceStrategy)
+    # Lightning tells the devices that a trainer was asked for to whoever has this.
+    parallel_devices: list[Any] | None = None
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Make the strategy known by its name; one that is taken is left alone.
+
+        Args:
+            strategy_registry: Lightning's registry.
+        """
+        _register(strategy_registry, cls.strategy_name, cls, "Sharded strategy for one device")
+
+    def connect(self, model: LightningModule) -> None:
+        """Take the model.
+
+        Raises:
+            PlanError: If the trainer was told to use several devices.
+        """
+        asked = len(self.parallel_devices or ()) * model.trainer.num_nodes
+        if asked > 1:
+            raise PlanError(
+                f"`devices` must be 1 for {type(self).__name__}, got {asked} in all. Pass "
+                "strategy=ShardStrategy(), or devices=1."
+            )
+        super().connect(model)
+
+    def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        """Return what this one rank has.
+
+        Args:
+            tensor: That.
+            args: Are for several ranks.
+            kwargs: The same.
+        """
+        return tensor
+
+    def _comm(self) -> Comm:
+        return SoloComm()
+
+
+class ShardFSDPStrategy(ShardStrategyMixin, FSDPStrategy):
+    """Train with FullyShardedDataParallel on sharded loaders.
+
+    Takes the options of `ShardStrategyMixin`, and by keyword all those of Lightning's
+    ``FSDPStrategy`` and torch's ``FullyShardedDataParallel``. Ranks forward in step, so that
+    ``evaluation_tail`` cannot be "uneven".
+    """
+
+    strategy_name = "shard_fsdp"
+    _is_in_step = True
+    _passed_on = keywords_of(FSDPStrategy, FullyShardedDataParallel) - {"module", "device_id"}
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Make the strategy known by its names; names that are taken are left alone.
+
+        Args:
+            strategy_registry: Lightning's registry.
+        """
+        _register(strategy_registry, "shard_fsdp", cls, "Sharded FSDP strategy")
+        text = "Sharded FSDP strategy with parameters offloaded to CPUs"
+        _register(strategy_registry, "shard_fsdp_cpu_offload", cls, text, cpu_offload=True)
+
+    def connect(self, model: LightningModule) -> None:
+        """Take the model.
+
+        Raises:
+            PlanError: If the trainer is to train on CPUs, which Lightning refuses by the name of
+                its own class only.
+        """
+        if self.root_device.type == "cpu":
+            raise PlanError(
+                f"`accelerator` must be one that has devices for {type(self).__name__}, got CPUs. "
+                "Pass strategy=ShardStrategy(), or ShardModelParallelStrategy()."
+            )
+        super().connect(model)
+
+
+class ShardModelParallelStrategy(ShardStrategyMixin, ModelParallelStrategy):
+    """Train a module that parallelises itself in ``configure_model``, on sharded loaders.
+
+    Ranks that hold parts of one copy of the model (``tensor_parallel_size``) read the same batches.
+    Takes the options of `ShardStrategyMixin` and of Lightning's ``ModelParallelStrategy``. Ranks
+    forward in step, so that ``evaluation_tail`` cannot be "uneven".
+    """
+
+    strategy_name = "shard_model_parallel"
+    _is_in_step = True
+    _passed_on = keywords_of(ModelParallelStrategy)
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Make the strategy known by its name; one that is taken is left alone.
+
+        Args:
+            strategy_registry: Lightning's registry.
+        """
+        _register(strategy_registry, cls.strategy_name, cls, "Sharded model-parallel strategy")
+
+    def _mesh(self) -> Any:
+        return self.device_mesh
 
 
 _START_METHODS = {
@@ -298,57 +187,20 @@ _START_METHODS = {
 
 def register() -> None:
     """Make ``Trainer(strategy="shard")`` and its kin known to Lightning; done on import."""
-    ShardStrategy.register_strategies(StrategyRegistry)
+    kinds = (
+        ShardStrategy,
+        ShardSingleDeviceStrategy,
+        ShardFSDPStrategy,
+        ShardModelParallelStrategy,
+    )
+    for kind in kinds:
+        kind.register_strategies(StrategyRegistry)
+
+
+def _register(registry: Any, name: str, kind: type, description: str, **options: Any) -> None:
+    if name not in registry:
+        registry.register(name, kind, description=description, **options)
 
 
 def _is_interactive() -> bool:
     return hasattr(sys, "ps1") or bool(sys.flags.interactive)
-
-
-def _is_mean(reduce_op: Any) -> bool:
-    if isinstance(reduce_op, str):
-        return reduce_op.lower() in ("mean", "avg")
-    return getattr(reduce_op, "name", None) == "AVG"
-
-
-def _has_fractions(tensor: torch.Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()
-
-
-def _gather_lengths(loader: Any) -> list[int]:
-    """Collect the number of steps of each rank, `_NO_LENGTH` where it is not known.
-
-    Collective: every rank must call it.
-    """
-    try:
-        length = len(loader)
-    except TypeError:
-        length = _NO_LENGTH
-    return [each for (each,) in current_comm().all_gather_ints([length])]
-
-
-def _check_lengths(by_rank: Sequence[int], *, is_training: bool) -> None:
-    """Refuse what would hang: Lightning itself never compares the lengths of ranks.
-
-    Raises:
-        PlanError: If only some ranks know their length, ranks would train for different numbers of
-            steps, or some but not all would have nothing to evaluate.
-    """
-    if len(set(by_rank)) == 1:
-        return
-    told = ", ".join(
-        f"{'unknown' if steps == _NO_LENGTH else steps} on rank {rank}"
-        for rank, steps in enumerate(by_rank)
-    )
-    if _NO_LENGTH in by_rank:
-        raise PlanError(f"`dataloader` must have a length on every rank or on none, got {told}.")
-    if is_training:
-        raise PlanError(
-            f"`dataloader` must take the same number of steps on every rank to train, got {told}. "
-            'Use tail="pad", tail="drop" or tail="exact".'
-        )
-    if 0 in by_rank:
-        raise PlanError(
-            f"`dataloader` must have a batch for every rank, got {told} steps. Use "
-            'evaluation_tail="exact", a smaller batch size, or fewer ranks.'
-        )

@@ -23,7 +23,7 @@ from shardplug_lightning.internals import (
     keep_loaders,
     record_indices,
 )
-from shardplug_lightning.strategies import _is_mean
+from shardplug_lightning.mixin import takes_mean
 from tests.integrations.lightning.ranks import Witness, make_trainer, run_ranks, values
 
 
@@ -128,4 +128,4 @@ def test_the_mean_of_integers_keeps_its_fraction() -> None:
     ],
 )
 def test_a_mean_is_known_by_any_name(reduce_op: Any, is_mean: bool) -> None:
-    assert _is_mean(reduce_op) == is_mean
+    assert takes_mean(reduce_op) == is_mean

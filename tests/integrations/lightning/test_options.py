@@ -8,9 +8,17 @@ from typing import Any
 import pytest
 from lightning.pytorch.strategies import DDPStrategy, Strategy, StrategyRegistry
 
-from shardplug import PlanError, ShardplugError
-from shardplug_lightning import OptionError, ShardOptions, ShardStrategy, register
-from shardplug_lightning.strategies import _check_lengths
+from shardplug import PlanError, ShardplugError, slice_tensors
+from shardplug_lightning import (
+    OptionError,
+    ShardFSDPStrategy,
+    ShardModelParallelStrategy,
+    ShardOptions,
+    ShardSingleDeviceStrategy,
+    ShardStrategy,
+    register,
+)
+from shardplug_lightning.mixin import check_lengths
 
 
 def make_strategy(options: dict[str, Any]) -> ShardStrategy:
@@ -23,7 +31,9 @@ def test_a_misspelt_option_is_an_error_at_construction() -> None:
     assert str(caught.value) == (
         "`seeed` must be an option of ShardStrategy or of what it is built on, got a name that "
         "none of them has. Did you mean `data_seed`? Its own options are split_batches, "
-        "even_batches, tail, evaluation_tail, use_seedable_sampler, data_seed, rng_types."
+        "even_batches, tail, evaluation_tail, use_seedable_sampler, data_seed, rng_types, "
+        "dispatch_batches, slice_fn_for_dispatch, use_stateful_dataloader, sync_order, "
+        "worker_split, batches_per_message, seed_samples."
     )
     assert isinstance(caught.value, TypeError)
     assert isinstance(caught.value, ShardplugError)
@@ -89,6 +99,32 @@ def test_options_of_ddp_are_passed_on() -> None:
             "`rng_types` must be a sequence of names, got 'torch'. Pass rng_types=('torch',).",
         ),
         ({"rng_types": 1}, "`rng_types` must be a sequence of names or None, got 1."),
+        (
+            {"dispatch_batches": "yes"},
+            "`dispatch_batches` must be True, False or None, got 'yes'.",
+        ),
+        (
+            {"slice_fn_for_dispatch": 3},
+            "`slice_fn_for_dispatch` must be a function or None, got 3.",
+        ),
+        (
+            {"use_stateful_dataloader": None},
+            "`use_stateful_dataloader` must be True or False, got None.",
+        ),
+        ({"sync_order": "none"}, "`sync_order` must be one of 'agree', 'broadcast', got 'none'."),
+        (
+            {"worker_split": 2},
+            "`worker_split` must be one of 'auto', 'shardplug', 'dataset', got 2.",
+        ),
+        (
+            {"batches_per_message": 0},
+            "`batches_per_message` must be an integer of at least 1, got 0.",
+        ),
+        (
+            {"batches_per_message": True},
+            "`batches_per_message` must be an integer of at least 1, got True.",
+        ),
+        ({"seed_samples": 1}, "`seed_samples` must be True or False, got 1."),
     ],
 )
 def test_a_value_of_a_wrong_kind_is_an_error_at_construction(
@@ -128,6 +164,47 @@ def test_the_strategies_are_known_by_name(name: str, start_method: str) -> None:
     assert strategy.strategy_name == "shard"
 
 
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("shard_single_device", ShardSingleDeviceStrategy),
+        ("shard_fsdp", ShardFSDPStrategy),
+        ("shard_fsdp_cpu_offload", ShardFSDPStrategy),
+        ("shard_model_parallel", ShardModelParallelStrategy),
+    ],
+)
+def test_their_kin_are_known_by_name_too(name: str, kind: type[Strategy]) -> None:
+    strategy: Any = StrategyRegistry.get(name)
+    assert type(strategy) is kind
+    assert name.startswith(strategy.strategy_name)
+    is_offloaded = getattr(strategy, "cpu_offload", None)
+    assert (name == "shard_fsdp_cpu_offload") == bool(is_offloaded and is_offloaded.offload_params)
+
+
+@pytest.mark.parametrize("kind", [ShardFSDPStrategy, ShardModelParallelStrategy])
+def test_ranks_that_forward_in_step_cannot_be_uneven(kind: Any) -> None:
+    with pytest.raises(PlanError) as caught:
+        kind(evaluation_tail="uneven")
+    assert str(caught.value) == (
+        f"`evaluation_tail` must be 'exact', 'pad' or 'drop' for {kind.__name__}, got 'uneven': "
+        "its ranks wait for each other in every step."
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (ShardSingleDeviceStrategy, {"device": "cpu"}),
+        (ShardFSDPStrategy, {"sharding_strategy": "NO_SHARD", "limit_all_gathers": False}),
+        (ShardModelParallelStrategy, {"tensor_parallel_size": 2}),
+    ],
+)
+def test_each_strategy_knows_its_own_keywords(kind: Any, options: dict[str, Any]) -> None:
+    assert kind(**options, data_seed=3).shard_options.data_seed == 3
+    with pytest.raises(OptionError, match=f"must be an option of {kind.__name__} "):
+        kind(bucket_cap_mb=3)
+
+
 def test_registering_leaves_names_that_are_taken_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     mine = {"strategy": object}
     monkeypatch.setitem(StrategyRegistry, "shard", mine)
@@ -146,12 +223,23 @@ def test_a_config_file_can_name_the_strategy(monkeypatch: pytest.MonkeyPatch) ->
     jsonargparse = pytest.importorskip("jsonargparse")
     parser = jsonargparse.ArgumentParser(exit_on_error=False)
     parser.add_subclass_arguments(Strategy, "strategy")
-    options = {"data_seed": 4, "split_batches": True, "find_unused_parameters": True}
+    chosen = {
+        "data_seed": 4,
+        "split_batches": True,
+        "dispatch_batches": True,
+        "worker_split": "dataset",
+        "batches_per_message": 2,
+        "seed_samples": True,
+        "slice_fn_for_dispatch": "shardplug.slice_tensors",
+    }
+    options = {**chosen, "find_unused_parameters": True}
     config = parser.parse_object(
         {"strategy": {"class_path": "shardplug_lightning.ShardStrategy", "init_args": options}}
     )
     strategy = parser.instantiate_classes(config).strategy
-    assert strategy.shard_options == ShardOptions(data_seed=4, split_batches=True)
+    assert strategy.shard_options == ShardOptions(
+        **{**chosen, "slice_fn_for_dispatch": slice_tensors}  # type: ignore[arg-type]
+    )
     assert strategy._ddp_kwargs["find_unused_parameters"] is True
     wrong = {"class_path": "shardplug_lightning.ShardStrategy", "init_args": {"data_seed": "x"}}
     with pytest.raises(jsonargparse.ArgumentError, match="data_seed"):
@@ -185,7 +273,7 @@ def test_lengths_that_would_hang_are_errors(
     by_rank: list[int], is_training: bool, message: str
 ) -> None:
     with pytest.raises(PlanError) as caught:
-        _check_lengths(by_rank, is_training=is_training)
+        check_lengths(by_rank, is_training=is_training)
     assert str(caught.value) == message
 
 
@@ -194,4 +282,4 @@ def test_lengths_that_would_hang_are_errors(
     [([2, 2], True), ([0, 0], False), ([-1, -1], True), ([2, 1], False), ([5], True)],
 )
 def test_lengths_that_end_well_are_none(by_rank: list[int], is_training: bool) -> None:
-    _check_lengths(by_rank, is_training=is_training)
+    check_lengths(by_rank, is_training=is_training)
