@@ -1,0 +1,324 @@
+"""Let every sample carry a tag: which one it is, who made it, with which random numbers.
+
+A data set and a collate function are wrapped; what the loader yields is then a `TracedBatch`. The
+tags of a batch are one tensor with a row per sample, so that they are cut, joined and sent like any
+other part of the batch.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import pickle
+import random
+import zlib
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from itertools import count, islice
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
+
+from shardplug import rng
+from shardplug.errors import BatchError
+from shardplug.plan.order import mix_seed
+from shardplug.rows import count_rows, leaves
+from shardplug.worker_info import worker_place
+
+np: Any
+try:
+    import numpy as np
+except ImportError:  # torch works without it
+    np = None
+
+ID, CONTENT, WORKER = 0, 1, 2
+DRAWS = slice(3, 8)
+"""Columns of the states that python, numpy, torch, generators of the data set's own, and the
+collate function drew from; 0 where nothing was drawn."""
+NUM_COLUMNS = 8
+_SEARCH_DEPTH, _SEARCH_WIDTH, _SEARCHES = 3, 64, 3
+
+
+class TracedBatch(NamedTuple):
+    """A batch, and the tags of its samples: int64 (rows, NUM_COLUMNS)."""
+
+    tags: Tensor
+    batch: Any
+
+
+class Tagged(NamedTuple):
+    """A sample, or a batch that is ready, and its tag."""
+
+    value: Any
+    tag: tuple[int, ...]
+
+
+def trace(loader: DataLoader[Any]) -> DataLoader[Any]:
+    """Clone a loader so that it yields traced batches; the user's stays as it is."""
+    clone = copy.copy(loader)
+    is_ready = loader.batch_sampler is None
+    # A DataLoader refuses to have these set; a clone that has not iterated may take them.
+    clone.__dict__.update(
+        dataset=trace_dataset(loader.dataset),
+        collate_fn=_TracingCollate(loader.collate_fn, is_ready),
+        _iterator=None,
+    )
+    return clone
+
+
+def trace_dataset(dataset: Any) -> Any:
+    """Wrap a data set; the wrapper has those methods that are looked for and that it has."""
+    base = _TracedStream if isinstance(dataset, IterableDataset) else _TracedMap
+    methods = {name: method for name, method in _OPTIONAL.items() if _has(dataset, name)}
+    if base is _TracedStream:
+        methods.pop("__getitems__", None)
+    made: Any = type(base.__name__, (base,), methods)()
+    made.__dict__.update(traced=dataset, _searches=0, _found=())
+    return made
+
+
+def _has(dataset: Any, name: str) -> bool:
+    # Length and the rest are looked up on the type, as python does; `shard` may be the object's.
+    return callable(getattr(type(dataset), name, None)) or (
+        name == "shard" and callable(getattr(dataset, name, None))
+    )
+
+
+class _Traced(Dataset[Any]):
+    """What is asked of it or set on it is the data set's, as for code that reaches for that."""
+
+    traced: Any
+
+    _searches: int
+    _found: tuple[Any, ...]
+
+    def own_generators(self) -> Sequence[Any]:
+        """List the generators that the data set keeps; one may be made with the first samples."""
+        if self._searches < _SEARCHES:
+            found = tuple(_generators(self.traced, _SEARCH_DEPTH))
+            self.__dict__.update(_searches=self._searches + 1, _found=found)
+        return self._found
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "traced" or name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.traced, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.traced, name, value)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return trace_dataset, (self.traced,)
+
+
+class _TracedMap(_Traced):
+    def __getitem__(self, index: Any) -> Tagged:
+        probe = Probe(self.own_generators())
+        value = self.traced[index]
+        return Tagged(value, (_number(index), 0, worker_number(), *probe.drawn(), 0))
+
+
+class _TracedStream(_Traced, IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Tagged]:
+        items = iter(self.traced)
+        for number in count():
+            probe = Probe(self.own_generators())
+            # With random numbers that follow an item's place, copies of a stream that nobody
+            # divides make equal items, and can be told for what they are.
+            with rng.preserved_cpu():
+                rng.seed_cpu(mix_seed(number))
+                inner = Probe(())
+                value = next(items, _END)
+                moved = inner.drawn()
+            if value is _END:
+                return
+            drawn = probe.drawn_where(moved)
+            _move_on(drawn)
+            yield Tagged(value, (number, digest(value), worker_number(), *drawn, 0))
+
+
+_END = object()
+
+
+def _move_on(drawn: Sequence[int]) -> None:
+    """Draw once from each generator that was drawn from before it got its state back."""
+    if drawn[0]:
+        random.random()
+    if drawn[1]:
+        np.random.random()
+    if drawn[2]:
+        torch.rand(())
+
+
+def _getitems(self: _TracedMap, indices: list[Any]) -> list[Tagged]:
+    probe = Probe(self.own_generators())
+    values = self.traced.__getitems__(indices)
+    drawn = probe.drawn()
+    return [
+        Tagged(value, (_number(index), 0, worker_number(), *drawn, 0))
+        for index, value in zip(indices, values, strict=True)
+    ]
+
+
+def _length(self: _Traced) -> int:
+    return len(self.traced)
+
+
+def _set_epoch(self: _Traced, epoch: int) -> None:
+    self.traced.set_epoch(epoch)
+
+
+def _shard(self: _Traced, num_shards: int, index: int) -> Any:
+    return trace_dataset(self.traced.shard(num_shards=num_shards, index=index))
+
+
+_OPTIONAL: dict[str, Callable[..., Any]] = {
+    "__getitems__": _getitems,
+    "__len__": _length,
+    "set_epoch": _set_epoch,
+    "shard": _shard,
+}
+
+
+class _TracingCollate:
+    """Collates values with the user's function, and stacks their tags."""
+
+    def __init__(self, collate: Callable[[Any], Any], is_ready: bool) -> None:
+        self.collate = collate
+        self.is_ready = is_ready
+
+    def __call__(self, samples: Any) -> TracedBatch:
+        probe = Probe(())
+        if self.is_ready:
+            batch = self.collate(samples.value)
+            rows = [samples.tag] * _rows_of(batch)
+        else:
+            batch = self.collate([sample.value for sample in samples])
+            rows = [sample.tag for sample in samples]
+        tags = torch.tensor(rows, dtype=torch.int64).reshape(-1, NUM_COLUMNS)
+        tags[:, NUM_COLUMNS - 1] = rng.signed_seed(_combined(probe.drawn()))
+        return TracedBatch(tags, batch)
+
+
+def _rows_of(batch: Any) -> int:
+    try:
+        return count_rows(batch) or 1
+    except BatchError:
+        return 1
+
+
+class Probe:
+    """Remembers the states of generators, to tell later which ones were drawn from.
+
+    Args:
+        own: Generators that are the data set's own.
+    """
+
+    def __init__(self, own: Sequence[Any]) -> None:
+        self._own = own
+        self._before = self._states()
+        self._seed = torch.initial_seed()
+
+    def _states(self) -> list[int]:
+        numpy = b"" if np is None else _of_numpy(np.random.mtrand._rand)  # noqa: SLF001
+        own = [_hashed(_state_of(each)) for each in self._own]
+        return [
+            _hashed(_state_of(random._inst)),  # noqa: SLF001
+            _hashed(numpy),
+            _hashed(torch.get_rng_state().numpy().tobytes()),
+            *own,
+        ]
+
+    def drawn(self) -> list[int]:
+        """Tell what was drawn from: for each kind a number that stands for the state, else 0.
+
+        A torch generator that was seeded in between counts as not drawn from: what comes of it does
+        not depend on its state.
+        """
+        moved = self._moved()
+        if torch.initial_seed() != self._seed:
+            moved[2] = 0
+        return [*map(rng.signed_seed, moved[:3]), rng.signed_seed(_combined(moved[3:]))]
+
+    def drawn_where(self, moved: Sequence[int]) -> list[int]:
+        """Tell the same where it was watched elsewhere which global generators moved."""
+        states = [before if at else 0 for before, at in zip(self._before, moved, strict=False)]
+        own = _combined(self._moved()[3:])
+        return [*map(rng.signed_seed, states[:3]), rng.signed_seed(own)]
+
+    def _moved(self) -> list[int]:
+        after = self._states()
+        return [
+            before if before != now else 0 for before, now in zip(self._before, after, strict=True)
+        ]
+
+
+def _combined(states: Sequence[int]) -> int:
+    used = [state for state in states if state]
+    return mix_seed(*used) if used else 0
+
+
+def _generators(holder: Any, depth: int) -> Iterator[Any]:
+    """Find the generators that an object keeps in its attributes, or those of its attributes."""
+    kinds: tuple[type, ...] = (torch.Generator, random.Random)
+    if np is not None:
+        kinds = (*kinds, np.random.Generator, np.random.RandomState)
+    is_list = isinstance(holder, (list, tuple))
+    values = holder if is_list else getattr(holder, "__dict__", {}).values()
+    for value in list(islice(values, _SEARCH_WIDTH)):
+        if isinstance(value, kinds):
+            yield value
+        elif depth > 1 and not isinstance(value, (str, bytes, int, float, Tensor)):
+            yield from _generators(value, depth - 1)
+
+
+def _state_of(generator: Any) -> bytes:
+    if isinstance(generator, torch.Generator):
+        return generator.get_state().numpy().tobytes()
+    if isinstance(generator, random.Random):
+        version, words, gauss = generator.getstate()
+        return array("I", words).tobytes() + f"{version} {gauss}".encode()
+    if isinstance(generator, np.random.RandomState):
+        return _of_numpy(generator)
+    return repr(generator.bit_generator.state).encode()
+
+
+def _of_numpy(generator: Any) -> bytes:
+    _, words, *place = generator.get_state()
+    return bytes(words.tobytes()) + repr(place).encode()
+
+
+def _hashed(data: bytes) -> int:
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little") or 1
+
+
+def _number(index: Any) -> int:
+    """Give the number of a sample; of keys that are no numbers one that stands for them."""
+    return index if isinstance(index, int) else zlib.crc32(repr(index).encode()) - 2**40
+
+
+def worker_number() -> int:
+    """Return this worker's number, -1 outside of workers."""
+    # Not by get_worker_info(): who reads that may be watched.
+    return -1 if get_worker_info() is None else worker_place()[0]
+
+
+def digest(value: Any) -> int:
+    """Give a number that stands for what a sample holds, as a signed 64-bit integer."""
+    hashed = hashlib.blake2b(digest_size=8)
+    for path, leaf in leaves(value):
+        hashed.update(path.encode())
+        hashed.update(_bytes_of(leaf))
+    return rng.signed_seed(int.from_bytes(hashed.digest(), "little"))
+
+
+def _bytes_of(leaf: object) -> bytes:
+    if isinstance(leaf, Tensor) and leaf.layout is torch.strided:
+        plain = leaf.detach().cpu().contiguous().reshape(-1)
+        return bytes(plain.view(torch.uint8).numpy()) if plain.numel() else b""
+    try:
+        return pickle.dumps(leaf)
+    except Exception:  # noqa: BLE001  # a user's __reduce__ may raise anything
+        return type(leaf).__qualname__.encode()

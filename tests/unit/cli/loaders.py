@@ -1,0 +1,401 @@
+"""Loaders for `shardplug check`: with one fault planted in each, and sound ones."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+    get_worker_info,
+)
+
+NUM_SAMPLES = 24
+
+
+def numbers(num_samples: int = NUM_SAMPLES) -> Any:
+    """Sample i is i."""
+    return torch.arange(num_samples)
+
+
+# -- data sets and samplers --
+
+
+class Noisy(Dataset[Any]):
+    """Adds noise from a global generator, of torch, numpy or python."""
+
+    def __init__(self, source: str = "torch") -> None:
+        self.source = source
+
+    def __len__(self) -> int:
+        return NUM_SAMPLES
+
+    def __getitem__(self, index: int) -> Any:
+        draw = {
+            "torch": lambda: torch.rand(()).item(),
+            "numpy": lambda: float(np.random.random()),
+            "python": random.random,
+        }[self.source]
+        return index + draw()
+
+
+class NoisyByItself(Dataset[Any]):
+    """Adds noise from a generator of its own."""
+
+    def __init__(self, generator: Any) -> None:
+        self.transforms = [Jitter(generator)]
+
+    def __len__(self) -> int:
+        return NUM_SAMPLES
+
+    def __getitem__(self, index: int) -> Any:
+        return self.transforms[0].apply(index)
+
+
+class Jitter:
+    def __init__(self, generator: Any) -> None:
+        self.generator = generator
+
+    def apply(self, value: float) -> float:
+        if isinstance(self.generator, torch.Generator):
+            return value + float(torch.rand((), generator=self.generator))
+        return value + float(self.generator.random())
+
+
+class Broken(Dataset[Any]):
+    """Cannot make its 14th sample."""
+
+    def __len__(self) -> int:
+        return NUM_SAMPLES
+
+    def __getitem__(self, index: int) -> Any:
+        if index == 13:
+            raise OSError("sample 13 is damaged")
+        return index
+
+
+class Fixed(Sampler[int]):
+    """The same ids each time, in no order."""
+
+    def __init__(self, ids: list[int]) -> None:
+        self.ids = ids
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.ids)
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
+class Drawn(Sampler[int]):
+    """A new order each time, from torch's global generator."""
+
+    def __iter__(self) -> Iterator[int]:
+        yield from torch.randperm(NUM_SAMPLES).tolist()
+
+    def __len__(self) -> int:
+        return NUM_SAMPLES
+
+
+class PartOfOwnOrder(Sampler[int]):
+    """A rank's part of an order that only this rank has."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.rank, self.world_size = rank, world_size
+
+    def __iter__(self) -> Iterator[int]:
+        yield from torch.randperm(NUM_SAMPLES).tolist()[self.rank :: self.world_size]
+
+    def __len__(self) -> int:
+        return NUM_SAMPLES // self.world_size
+
+
+class ByEpoch(Sampler[int]):
+    """An order that follows the epoch."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        generator = torch.Generator().manual_seed(self.epoch)
+        yield from torch.randperm(NUM_SAMPLES, generator=generator).tolist()
+
+    def __len__(self) -> int:
+        return NUM_SAMPLES
+
+
+class Batches(Sampler[list[int]]):
+    """Batches of two to four, and a length that may lie."""
+
+    def __init__(self, length: int | None = None) -> None:
+        self.length = length
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for start, size in ((0, 4), (4, 2), (6, 4), (10, 2), (12, 4), (16, 2), (18, 4), (22, 2)):
+            yield list(range(start, start + size))
+
+    def __len__(self) -> int:
+        return 8 if self.length is None else self.length
+
+
+class Stream(IterableDataset[Any]):
+    """Numbers one by one; every worker makes all of them."""
+
+    def __init__(self, num_items: int = NUM_SAMPLES, first: int = 0, step: int = 1) -> None:
+        self.items = range(first, num_items, step)
+
+    def __iter__(self) -> Iterator[int]:
+        yield from self.items
+
+
+class NoisyStream(Stream):
+    def __iter__(self) -> Iterator[Any]:
+        for item in self.items:
+            yield item + torch.rand(()).item()
+
+
+class SplitByWorker(Stream):
+    """Divides itself among its workers."""
+
+    def __iter__(self) -> Iterator[int]:
+        info = get_worker_info()
+        first, step = (0, 1) if info is None else (info.id, info.num_workers)
+        yield from self.items[first::step]
+
+
+class LyingStream(Stream):
+    """Has fewer items than it says."""
+
+    def __len__(self) -> int:
+        return 2 * NUM_SAMPLES
+
+
+# -- with a fault --
+
+
+def shuffled_by_each() -> DataLoader[Any]:
+    return DataLoader(numbers(), batch_size=2, shuffle=True)
+
+
+def distributed(rank: int, world_size: int, num_samples: int = NUM_SAMPLES) -> DataLoader[Any]:
+    sampler: Sampler[int] = DistributedSampler(numbers(num_samples), world_size, rank)
+    return DataLoader(numbers(num_samples), batch_size=2, sampler=sampler)
+
+
+def filled_up(rank: int, world_size: int) -> DataLoader[Any]:
+    return distributed(rank, world_size, 21)
+
+
+def parts_of_own_orders(rank: int, world_size: int) -> DataLoader[Any]:
+    return DataLoader(numbers(), batch_size=2, sampler=PartOfOwnOrder(rank, world_size))
+
+
+def with_gaps() -> DataLoader[Any]:
+    return DataLoader(numbers(), batch_size=2, sampler=Fixed(list(range(0, NUM_SAMPLES, 2))))
+
+
+def with_repeats() -> DataLoader[Any]:
+    return DataLoader(numbers(), batch_size=2, sampler=Fixed(sorted([*range(NUM_SAMPLES), 3, 4])))
+
+
+def drawn_by_each() -> DataLoader[Any]:
+    return DataLoader(numbers(), batch_size=2, sampler=Drawn())
+
+
+def same_each_epoch() -> DataLoader[Any]:
+    order = torch.randperm(NUM_SAMPLES, generator=torch.Generator().manual_seed(1)).tolist()
+    return DataLoader(numbers(), batch_size=2, sampler=Fixed(order))
+
+
+def too_long() -> DataLoader[Any]:
+    return DataLoader(numbers(), batch_sampler=Batches(12))
+
+
+def lying_stream() -> DataLoader[Any]:
+    return DataLoader(LyingStream(), batch_size=2)
+
+
+def uneven(rank: int, world_size: int) -> DataLoader[Any]:
+    return DataLoader(numbers(), batch_size=2, sampler=range(NUM_SAMPLES)[rank::world_size])
+
+
+def uneven_stream(rank: int, world_size: int) -> DataLoader[Any]:
+    return DataLoader(Stream(26, rank, world_size), batch_size=2)
+
+
+def odd_number() -> DataLoader[Any]:
+    return DataLoader(numbers(21), batch_size=2)
+
+
+def seeded_alike() -> DataLoader[Any]:
+    torch.manual_seed(0)
+    return DataLoader(Noisy(), batch_size=2)
+
+
+def own_generator(num_workers: int = 0) -> DataLoader[Any]:
+    data = NoisyByItself(np.random.default_rng(0))
+    return DataLoader(data, batch_size=2, num_workers=num_workers)
+
+
+def own_generator_in_workers(rank: int) -> DataLoader[Any]:
+    data = NoisyByItself(torch.Generator().manual_seed(rank))
+    return DataLoader(data, batch_size=2, num_workers=2)
+
+
+def own_generator_in_one_worker(rank: int) -> DataLoader[Any]:
+    data = NoisyByItself(random.Random(rank))
+    return DataLoader(data, batch_size=2, num_workers=1)
+
+
+def stream_in_workers(rank: int, world_size: int) -> DataLoader[Any]:
+    return DataLoader(Stream(NUM_SAMPLES, rank, world_size), batch_size=2, num_workers=2)
+
+
+def noisy_stream_in_workers(rank: int, world_size: int) -> DataLoader[Any]:
+    return DataLoader(NoisyStream(NUM_SAMPLES, rank, world_size), batch_size=2, num_workers=2)
+
+
+def cut_stream(rank: int, world_size: int) -> DataLoader[Any]:
+    """A part of its own, which `prepare_data_loader` cannot see is one."""
+    return DataLoader(Stream(NUM_SAMPLES, rank, world_size), batch_size=2)
+
+
+def broken() -> DataLoader[Any]:
+    return DataLoader(Broken(), batch_size=2)
+
+
+def other_data(rank: int) -> DataLoader[Any]:
+    return DataLoader(numbers(NUM_SAMPLES + rank), batch_size=2)
+
+
+# -- sound --
+
+
+def sequential() -> DataLoader[Any]:
+    return DataLoader(numbers(21), batch_size=4)
+
+
+def shuffled() -> DataLoader[Any]:
+    return DataLoader(numbers(23), batch_size=4, shuffle=True)
+
+
+def dropping() -> DataLoader[Any]:
+    return DataLoader(numbers(23), batch_size=4, shuffle=True, drop_last=True)
+
+
+def noisy(source: str = "torch", num_workers: int = 0) -> DataLoader[Any]:
+    return DataLoader(Noisy(source), batch_size=2, shuffle=True, num_workers=num_workers)
+
+
+def noisy_numpy() -> DataLoader[Any]:
+    return noisy("numpy")
+
+
+def noisy_in_workers() -> DataLoader[Any]:
+    return noisy("python", num_workers=2)
+
+
+def weighted() -> DataLoader[Any]:
+    generator = torch.Generator().manual_seed(5)
+    sampler = WeightedRandomSampler([1.0, 5.0] * 12, NUM_SAMPLES, generator=generator)
+    return DataLoader(numbers(), batch_size=2, sampler=sampler)
+
+
+def subset() -> DataLoader[Any]:
+    generator = torch.Generator().manual_seed(5)
+    sampler = SubsetRandomSampler(range(4, 16), generator)
+    return DataLoader(numbers(), batch_size=2, sampler=sampler)
+
+
+def ready_batches() -> DataLoader[Any]:
+    return DataLoader(torch.arange(48).reshape(12, 4), batch_size=None)  # type: ignore[arg-type]
+
+
+def bucketed() -> DataLoader[Any]:
+    return DataLoader(numbers(), batch_sampler=Batches())
+
+
+def by_epoch() -> DataLoader[Any]:
+    return DataLoader(numbers(), batch_size=2, sampler=ByEpoch())
+
+
+def batch_sampled() -> DataLoader[Any]:
+    batches = BatchSampler(RandomSampler(numbers()), 2, drop_last=False)
+    return DataLoader(numbers(), batch_sampler=batches)
+
+
+def stream() -> DataLoader[Any]:
+    return DataLoader(Stream(23), batch_size=2)
+
+
+def whole_stream_in_workers() -> DataLoader[Any]:
+    return DataLoader(Stream(), batch_size=2, num_workers=2)
+
+
+def split_stream_in_workers() -> DataLoader[Any]:
+    return DataLoader(SplitByWorker(), batch_size=2, num_workers=2)
+
+
+def noisy_stream() -> DataLoader[Any]:
+    return DataLoader(NoisyStream(), batch_size=2)
+
+
+class Module:
+    """What a LightningDataModule looks like to who asks it for its loaders."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def prepare_data(self) -> None:
+        self.calls.append("prepare")
+
+    def setup(self, stage: str) -> None:
+        self.calls.append(stage)
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        assert self.calls == ["prepare", "fit"]
+        return shuffled()
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        assert self.calls == ["prepare", "validate"]
+        return with_gaps()
+
+
+# -- nothing to be checked --
+
+A_NUMBER = 7
+
+
+def not_a_loader() -> list[int]:
+    return [1, 2, 3]
+
+
+def raising() -> DataLoader[Any]:
+    raise FileNotFoundError("no such\nfolder")
+
+
+def exiting() -> DataLoader[Any]:
+    raise SystemExit(3)
+
+
+class Doubling(DataLoader[Any]):
+    def __iter__(self) -> Any:
+        yield from super().__iter__()
+
+
+def own_iter() -> DataLoader[Any]:
+    return Doubling(numbers())
