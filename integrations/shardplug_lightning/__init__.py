@@ -13,6 +13,7 @@ except ImportError as error:
     ) from error
 
 from shardplug_lightning.mixin import ShardStrategyMixin
+from shardplug_lightning.monitor import ShardMonitor
 from shardplug_lightning.options import OptionError, ShardOptions
 from shardplug_lightning.strategies import (
     ShardFSDPStrategy,
@@ -29,6 +30,7 @@ __all__ = [
     "OptionError",
     "ShardFSDPStrategy",
     "ShardModelParallelStrategy",
+    "ShardMonitor",
     "ShardOptions",
     "ShardSingleDeviceStrategy",
     "ShardStrategy",
