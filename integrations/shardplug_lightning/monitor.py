@@ -66,7 +66,8 @@ class ShardMonitor(Callback):
     """
 
     def __init__(self, prefix: str = "shards") -> None:
-        if not isinstance(prefix, str) or not prefix:
+        given: Any = prefix
+        if not isinstance(given, str) or not given:
             raise PlanError(
                 f"`prefix` must be a text that is not empty, got {prefix!r}. Leave it out."
             )
