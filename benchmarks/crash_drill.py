@@ -49,9 +49,6 @@ TIMEOUT_S = 30  # of a collective
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "CUDA_VISIBLE_DEVICES": "",
-    # Else torchrun keeps one store for all restarts (seen with torch 2.13): ranks that start again
-    # find the addresses of dead ones in it, connect to those, and wait.
-    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
 }
 
 

@@ -13,7 +13,7 @@ import struct
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, TypeVar, final
+from typing import TYPE_CHECKING, Any, TypeVar, final
 
 import torch
 import torch.distributed as dist
@@ -298,11 +298,18 @@ def start_process_group(*, timeout_s: float | None = None) -> bool:
     has_nccl = device.type == "cuda" and dist.is_nccl_available()
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    timeout: dict[str, Any] = {}
+    if timeout_s is not None:
+        timeout["timeout"] = timedelta(seconds=timeout_s)
     try:
+        store, rank, world_size = next(dist.rendezvous("env://", **timeout))
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if has_nccl else "gloo",
-            timeout=None if timeout_s is None else timedelta(seconds=timeout_s),
+            store=dist.PrefixStore(_attempt(), store),
+            rank=rank,
+            world_size=world_size,
             device_id=device if has_nccl else None,
+            **timeout,
         )
     except (RuntimeError, ValueError) as error:
         raise CommError(
@@ -363,6 +370,15 @@ def mesh_coordinate(mesh: DeviceMesh) -> tuple[tuple[str, ...], tuple[int, ...],
             f"on the mesh of shape {sizes} with axes {axes}."
         )
     return axes, sizes, tuple(coordinate)
+
+
+def _attempt() -> str:
+    """Name this start of the ranks, so that none reads in the store what ranks that ended left.
+
+    torchrun keeps one store for all restarts, and the addresses in it are those of the first.
+    """
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return f"shardplug/{restarts}/{os.environ['WORLD_SIZE']}"
 
 
 def _end_process_group() -> None:

@@ -86,6 +86,13 @@ def test_no_group_is_started_where_torch_cannot(monkeypatch: pytest.MonkeyPatch)
     assert comm_torch.current_comm().world_size == 1
 
 
+def _meet(monkeypatch: pytest.MonkeyPatch) -> dist.HashStore:
+    """Let the ranks of LAUNCHED meet in a store."""
+    store = dist.HashStore()
+    monkeypatch.setattr(dist, "rendezvous", lambda url, **_: iter([(store, 1, 4)]))
+    return store
+
+
 @pytest.mark.parametrize("error", [RuntimeError("no route to host"), ValueError("bad port")])
 def test_a_group_that_does_not_start_is_an_error_of_ours(
     monkeypatch: pytest.MonkeyPatch, error: Exception
@@ -95,6 +102,7 @@ def test_a_group_that_does_not_start_is_an_error_of_ours(
 
     for name, value in LAUNCHED.items():
         monkeypatch.setenv(name, value)
+    _meet(monkeypatch)
     monkeypatch.setattr(dist, "init_process_group", fail)
     with pytest.raises(CommError, match=f"of 4 ranks did not start on rank 1: {error}") as caught:
         comm_torch.start_process_group()
@@ -113,17 +121,22 @@ def test_with_cuda_the_group_has_nccl_beside_gloo(
     current: list[torch.device] = []
     at_exit: list[object] = []
 
-    def start(backend: str, **options: object) -> None:
+    def start(backend: str, *, store: dist.PrefixStore, **options: object) -> None:
+        store.set("key", "value")
         started.append((backend, options))
 
     for name, value in LAUNCHED.items():
         monkeypatch.setenv(name, value)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
+    store = _meet(monkeypatch)
     monkeypatch.setattr(dist, "init_process_group", start)
     monkeypatch.setattr(dist, "is_nccl_available", lambda: has_nccl)
     monkeypatch.setattr(torch.cuda, "set_device", current.append)
     monkeypatch.setattr(atexit, "register", at_exit.append)
     assert comm_torch.start_process_group() is True
-    assert started == [(backend, {"timeout": None, "device_id": device})]
+    assert started == [(backend, {"rank": 1, "world_size": 4, "device_id": device})]
+    # Apart from what an earlier start of the ranks has left in the store.
+    assert store.check(["shardplug/2/4/key"])
     assert current == [torch.device("cuda", 1)]
     assert len(at_exit) == 1
 
