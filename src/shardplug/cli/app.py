@@ -72,7 +72,7 @@ TailOption = Annotated[
     typer.Option(help="What happens at an uneven end; wins over --even-batches and drop_last."),
 ]
 
-_PLAN_HELP = """Draw which rank reads which sample in which step.
+PLAN_HELP = """Draw which rank reads which sample in which step.
 
 Padding is marked with +, what is dropped with x. Of a large epoch the first and last ranks and
 steps are shown; it is drawn by formula, so any size is there at once.
@@ -89,7 +89,7 @@ Examples, each can be pasted:
 """
 
 
-@app.command("plan", help=_PLAN_HELP)
+@app.command("plan", help=PLAN_HELP)
 def plan_command(
     *,
     samples: Annotated[int, typer.Option(help="Samples in an epoch.")],
@@ -148,7 +148,7 @@ def plan_command(
         draw(Console(highlight=False), legs, numbering, reader)
 
 
-_CHECK_HELP = f"""Try a loader out on many simulated ranks, in this one process.
+CHECK_HELP = f"""Try a loader out on many simulated ranks, in this one process.
 
 TARGET is MODULE:FACTORY or path/to/file.py:FACTORY. FACTORY is a function of yours that returns a
 DataLoader, or a class or function that gives a LightningDataModule. It is called once for each
@@ -174,7 +174,7 @@ Examples, each can be pasted:
 """
 
 
-@app.command("check", help=_CHECK_HELP)
+@app.command("check", help=CHECK_HELP)
 def check_command(
     *,
     target: Annotated[str, typer.Argument(metavar="TARGET", help="MODULE:FACTORY.")],
@@ -292,15 +292,20 @@ def run(arguments: Sequence[str]) -> int:
     try:
         status = command.main(list(arguments), prog_name="shardplug", standalone_mode=False)
     except typer.Abort:
-        return _refuse("stopped by Ctrl-C.", status=130)
+        status = _STOPPED
     except (Refusal, ShardplugError) as error:
         return _refuse(str(error))
     except _CLICK_ERROR as error:
         if not error.format_message():
             return 0 if not arguments else 2  # the help has been printed
         return _refuse(f"{error.format_message().rstrip('.')}. See shardplug --help.")
+    if status == _STOPPED:  # some versions of typer return it, others raise Abort
+        return _refuse("stopped by Ctrl-C.", status=_STOPPED)
     return int(status or 0)
 
+
+_STOPPED = 130
+"""What a shell makes of a program that Ctrl-C has ended."""
 
 # The base of what typer raises for options it cannot read; where it lives depends on the version.
 _CLICK_ERROR: Any = next(

@@ -102,22 +102,23 @@ def _json_cells(leg: Leg, numbering: Numbering) -> Iterator[dict[str, Any]]:
 def shown_steps(leg: Leg, most: int) -> list[int | None]:
     """List the steps to show; the one after the last is what is dropped."""
     steps = ends(leg.num_shown, most)
-    return [*steps, leg.num_steps] if leg.shows_dropped else steps
+    return [*steps, leg.num_steps] if leg.dropped else steps
 
 
 def draw(console: Console, legs: list[Leg], numbering: Numbering, reader: str) -> None:
     """Print a summary and a grid of ranks and steps for each leg."""
     for at, leg in enumerate(legs):
-        console.print(Text(_title(legs, at), style="bold"), soft_wrap=True)
+        console.print(Text(title_of(legs, at), style="bold"), soft_wrap=True)
         console.print(_summary(leg, numbering, reader))
-        if leg.num_shown or leg.shows_dropped:
+        if leg.num_shown or leg.dropped:
             console.print(_grid(console, leg, numbering))
         else:
             console.print("No steps.")
     console.print(_legend())
 
 
-def _title(legs: list[Leg], at: int) -> str:
+def title_of(legs: list[Leg], at: int) -> str:
+    """Say what one of the legs is."""
     leg = legs[at]
     ranks = "1 rank" if leg.world_size == 1 else f"{leg.world_size} ranks"
     if len(legs) == 1:
@@ -131,16 +132,14 @@ def _summary(leg: Leg, numbering: Numbering, reader: str) -> Table:
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
-    remainder = leg.plan.remainder
+    remainder = leg.remainder
     rows: dict[str, str | Text] = {
         "steps per rank": _steps(leg),
         "total batch size": f"{leg.plan.global_batch_size} "
         f"({leg.world_size} x {leg.plan.shard_batch_size} per rank)",
         "padded": _counted("padded", leg.padded, "repeated, and known as padding"),
         "dropped": _counted("dropped", leg.dropped, "read by nobody"),
-        "remainder": "none: all steps are full"
-        if remainder < 0
-        else f"{remainder} real rows in the last step",
+        "remainder": "none" if remainder < 0 else f"{remainder} real rows in the last step",
         "end of the epoch": f"tail {leg.plan.tail.value!r}",
         "order": numbering.name,
         "read by": reader,
@@ -200,7 +199,7 @@ def _filled(
     table = Table(box=ASCII, pad_edge=True)
     table.add_column("rank", justify="right", no_wrap=True)
     for step in steps:
-        is_dropped = leg.shows_dropped and step == leg.num_steps
+        is_dropped = step == leg.num_steps
         name = "dropped" if is_dropped else f"step {step}"
         table.add_column("..." if step is None else name, max_width=_WIDEST, overflow="fold")
     for rank in ranks:

@@ -144,22 +144,27 @@ class Leg:
 
     @property
     def padded(self) -> int:
-        """Rows over all ranks that repeat others to fill up."""
-        if self.plan.tail is not Tail.PAD:
+        """Rows over all ranks that repeat others to fill up; they come with the last step."""
+        if self.plan.tail is not Tail.PAD or not self.is_whole:
             return 0
         return self.num_steps * self.plan.global_batch_size - self.num_left
 
     @property
     def dropped(self) -> int:
         """Samples that nobody reads."""
-        if self.plan.tail is not Tail.DROP:
+        if self.plan.tail is not Tail.DROP or not self.is_whole:
             return 0
         return self.num_left - self.num_steps * self.plan.global_batch_size
 
     @property
-    def shows_dropped(self) -> bool:
-        """Whether there is something dropped to be shown behind the last step."""
-        return self.dropped > 0 and self.num_shown == self.num_steps
+    def remainder(self) -> int:
+        """Real rows of the last step over all ranks if it is taken and not full, else -1."""
+        return self.plan.remainder if self.is_whole else -1
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it goes on to the end of the epoch."""
+        return self.num_shown == self.num_steps
 
     def cell(self, rank: int, step: int) -> Cell | None:
         """Tell what a rank reads in a step; None if it takes no such step.
@@ -243,11 +248,11 @@ def facts(leg: Leg) -> dict[str, Any]:
             {"first_rank": first, "last_rank": last, "steps": steps}
             for first, last, steps in leg.steps_by_rank()
         ],
-        "steps_shown": leg.num_shown,
+        "steps_taken": leg.num_shown,
         "batch_size_per_rank": leg.plan.shard_batch_size,
         "total_batch_size": leg.plan.global_batch_size,
         "padded": leg.padded,
         "dropped": leg.dropped,
-        "remainder": leg.plan.remainder,
+        "remainder": leg.remainder,
         "tail": leg.plan.tail.value,
     }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from shardplug.cli.drawing import Token, shown_steps, tokens
+from shardplug.cli.drawing import Token, shown_steps, title_of, tokens
 from shardplug.cli.outline import Cell, Leg, Numbering, ends
 from shardplug.cli.refusal import Refusal, one_line
 
@@ -40,8 +40,10 @@ def save_picture(path: Path, legs: list[Leg], numbering: Numbering) -> None:
     # A figure of its own: pyplot would keep it, and choose a window system.
     figure = Figure(figsize=(width, height), layout="constrained")
     axes = figure.subplots(len(legs), squeeze=False, height_ratios=[len(each) for each in ranks])
-    for leg, ax, own_ranks, own_steps in zip(legs, axes[:, 0], ranks, steps, strict=True):
-        _draw_leg(ax, leg, own_ranks, own_steps, numbering)
+    for at, ax in enumerate(axes[:, 0]):
+        _draw_leg(ax, legs[at], ranks[at], steps[at], numbering)
+        counts = f"padded {legs[at].padded}, dropped {legs[at].dropped}"
+        ax.set_title(f"{title_of(legs, at)}: {counts}", fontsize=9, loc="left")
     _add_legend(figure, any(leg.padded for leg in legs), any(leg.dropped for leg in legs))
     try:
         figure.savefig(path, dpi=150)
@@ -69,7 +71,7 @@ def _draw_leg(
     ax.set_xlim(0, max(1, len(steps)))
     ax.set_ylim(len(ranks), 0)
     names = ["..." if each is None else f"step {each}" for each in steps]
-    if leg.shows_dropped:
+    if leg.dropped:
         names[-1] = "dropped"
     ax.set_xticks([at + 0.5 for at in range(len(steps))], names)
     names = ["..." if each is None else f"rank {each}" for each in ranks]
@@ -78,13 +80,6 @@ def _draw_leg(
     ax.xaxis.tick_top()
     for spine in ax.spines.values():
         spine.set_visible(False)
-    ax.set_title(
-        f"{leg.num_left} samples, {leg.world_size} ranks, total batch size "
-        f"{leg.plan.global_batch_size}, tail {leg.plan.tail.value!r}: padded {leg.padded}, "
-        f"dropped {leg.dropped}",
-        fontsize=9,
-        loc="left",
-    )
 
 
 def _draw_cell(ax: Any, column: int, row: int, cell: Cell, numbering: Numbering) -> None:

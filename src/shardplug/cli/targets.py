@@ -46,8 +46,8 @@ def find_factory(target: str, loader_name: str) -> Factory:
         raise Refusal(f"TARGET must name what is in {place!r}, got {name!r}. {_callables(module)}")
     if not callable(made):
         raise Refusal(
-            f"TARGET must name a function that returns a DataLoader, got {name!r}, a "
-            f"{type(made).__name__}. Write one that returns it."
+            f"TARGET must name a function that returns a DataLoader, got {name!r}, which is of "
+            f"type {type(made).__name__}. Write one that returns it."
         )
     return lambda rank, world_size: _make(made, name, loader_name, rank, world_size)
 
@@ -99,11 +99,12 @@ def _callables(module: ModuleType) -> str:
     found = [
         name
         for name, value in vars(module).items()
-        if callable(value)
+        if inspect.isfunction(value)
         and not name.startswith("_")
-        and getattr(value, "__module__", None) == module.__name__
+        and value.__module__ == module.__name__
     ]
-    return f"It has {', '.join(found[:8])}." if found else "It has no functions."
+    more = ", ..." if len(found) > 8 else ""
+    return f"It has {', '.join(found[:8])}{more}." if found else "It has no functions."
 
 
 def _make(made: Any, name: str, loader_name: str, rank: int, world_size: int) -> DataLoader[Any]:
@@ -114,7 +115,9 @@ def _make(made: Any, name: str, loader_name: str, rank: int, world_size: int) ->
         if callable(getattr(result, "train_dataloader", None)):
             result = _from_module(result, loader_name)
     except (Exception, SystemExit) as error:  # the user's code may raise anything
-        raise Refusal(f"{name}() failed on rank {rank}: {one_line(error)}") from error
+        raise Refusal(
+            f"{name}() failed on rank {rank}: {one_line(error)} Let it run alone first."
+        ) from error
     return _checked(result, name)
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+import warnings
 from collections.abc import Iterator
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -20,6 +22,8 @@ from torch.utils.data import (
     WeightedRandomSampler,
     get_worker_info,
 )
+
+from shardplug import prepare_data_loader
 
 NUM_SAMPLES = 24
 
@@ -375,6 +379,20 @@ class Module:
         return with_gaps()
 
 
+class Endless(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[int]:
+        return count()
+
+
+def endless() -> DataLoader[Any]:
+    return DataLoader(Endless(), batch_size=2)
+
+
+def warning() -> DataLoader[Any]:
+    warnings.warn("this is\nold", DeprecationWarning, stacklevel=1)
+    return shuffled()
+
+
 # -- nothing to be checked --
 
 A_NUMBER = 7
@@ -399,3 +417,7 @@ class Doubling(DataLoader[Any]):
 
 def own_iter() -> DataLoader[Any]:
     return Doubling(numbers())
+
+
+def prepared() -> DataLoader[Any]:
+    return prepare_data_loader(shuffled())
