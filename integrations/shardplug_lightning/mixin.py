@@ -18,6 +18,7 @@ from shardplug_lightning.internals import (
     keep_loaders,
     record_indices,
 )
+from shardplug_lightning.monitor import is_monitored
 from shardplug_lightning.options import ShardOptions, check_keywords
 from shardplug_lightning.positions import TrainingBook
 from shardplug_lightning.schedules import RealSteps
@@ -192,7 +193,9 @@ class ShardStrategyMixin(Strategy):
             loader.wrap_batch_sampler(record_indices)
         if is_training:
             self._book.open(trainer, loader)
-        return view_of(loader, dataloader, self._book if is_training else None)
+        view = view_of(loader, dataloader, self._book if is_training else None)
+        view.track.is_counting = is_training and is_monitored(trainer)
+        return view
 
     def _prepare(self, dataloader: Any, *, is_training: bool) -> Any:
         options = self.shard_options

@@ -52,11 +52,9 @@ class ShardMonitor(Callback):
     At the end of an epoch ``samples``, ``repeats``, ``waiting_s``, ``computing_s`` and
     ``samples_per_s`` of every rank go to the trainer's loggers under ``prefix/rank r/``, their sums
     (of ``samples_per_s``, too) under ``prefix/``; and at the end of training one line to the log of
-    Python, on rank 0. What validation takes is not counted. In between two clocks are read and a
-    few numbers added; ranks talk once in an epoch.
-
-    Where the end of a loader is not known, Lightning holds one batch: rows are then counted one
-    batch early.
+    Python, on rank 0. What validation takes is not counted. In a step the clock is read twice and a
+    few numbers are added; ranks talk once in an epoch. One of these callbacks is enough: what it
+    has counted is gone for another.
 
     Args:
         prefix: What the names start with.
@@ -97,7 +95,7 @@ class ShardMonitor(Callback):
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Count the rows that are out, and the time that they were waited for.
+        """Count the time that the batch was waited for.
 
         Args:
             trainer: The trainer.
@@ -109,10 +107,6 @@ class ShardMonitor(Callback):
         if self._since_s:  # not in an epoch that was resumed, where nothing has told its start
             tally.waiting_s += now - self._since_s
         self._since_s = now
-        for loader in _loaders_of(trainer):
-            if loader.has_pass:
-                tally.samples += loader.valid_rows
-                tally.repeats += loader.num_rows - loader.valid_rows
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -149,6 +143,10 @@ class ShardMonitor(Callback):
             pl_module: What is trained.
         """
         own, self._epoch = self._epoch, Tally()
+        for view in _views_of(trainer):
+            own.samples += view.track.samples
+            own.repeats += view.track.repeats
+            view.track.samples = view.track.repeats = 0
         comm = current_comm()
         by_rank: list[Tally] = comm.all_gather_object(own) if trainer.world_size > 1 else [own]
         everything, metrics = Tally(), {}
@@ -194,9 +192,12 @@ class ShardMonitor(Callback):
         )
 
 
-def _loaders_of(trainer: Trainer) -> list[LoaderView]:
-    found = trainer.train_dataloader
-    if isinstance(found, LoaderView):
-        return [found]  # without looking into it: this is asked for in every step
-    flat = CombinedLoader(found).flattened
+def is_monitored(trainer: Trainer) -> bool:
+    """Tell whether one of a trainer's callbacks asks for what is counted."""
+    callbacks: list[Callback] = getattr(trainer, "callbacks")  # noqa: B009  # set by a connector
+    return any(isinstance(each, ShardMonitor) for each in callbacks)
+
+
+def _views_of(trainer: Trainer) -> list[LoaderView]:
+    flat = CombinedLoader(trainer.train_dataloader).flattened
     return [each for each in flat if isinstance(each, LoaderView)]

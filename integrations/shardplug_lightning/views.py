@@ -53,11 +53,17 @@ class Track:
         ended: In which epoch of Lightning's, and in which of the loader's, the latest pass that ran
             to its end did.
         last: The state while the last batch was out, if the latest pass has ended.
+        is_counting: Whether rows are counted, for whoever asks.
+        samples: Real rows since they were last asked for.
+        repeats: Rows that only filled batches up.
     """
 
     pass_number: int = 0
     ended: tuple[int, int] | None = None
     last: Mapping[str, Any] | None = None
+    is_counting: bool = False
+    samples: int = 0
+    repeats: int = 0
 
 
 class LoaderView(_Prepared):
@@ -132,6 +138,9 @@ class LoaderView(_Prepared):
         track.pass_number += 1
         track.last = None
         for batch in super().__iter__():
+            if track.is_counting:
+                track.samples += self.valid_rows
+                track.repeats += self.num_rows - self.valid_rows
             yield batch
             if self.end_of_dataloader:
                 self._settle(book)

@@ -174,6 +174,42 @@ def test_lightning_exact_evaluation_tests_each_sample_once(tmp_path: Path) -> No
     assert found(r"mean over all ranks: (\S+)", text) == ("4.5",)
 
 
+ELASTIC = r"(\d) ranks, epoch (\d), rank (\d): \[([\d, ]+)\]"
+
+
+def test_lightning_elastic_resume_loses_no_sample(tmp_path: Path) -> None:
+    need("lightning")
+    text = run("lightning_elastic_resume.py", tmp_path)
+    told = [
+        (*map(int, where), [int(each) for each in batch.split(", ")])
+        for *where, batch in re.findall(ELASTIC, text)
+    ]
+    before = [sample for ranks, _, _, batch in told if ranks == 2 for sample in batch]
+    assert len(before) == 8
+    for epoch, seen in ((0, before), (1, [])):
+        by_rank = [
+            [batch for ranks, e, r, batch in told if (ranks, e, r) == (3, epoch, rank)]
+            for rank in range(3)
+        ]
+        # Eight batches of two are left for three ranks: one is repeated. Of twelve none is.
+        assert [len(batches) for batches in by_rank] == [[3] * 3, [4] * 3][epoch]
+        after = [sample for batches in by_rank for batch in batches for sample in batch]
+        assert set(seen) | set(after) == set(range(24))
+        assert len(seen) + len(after) == [26, 24][epoch]
+
+
+def test_lightning_stream_is_read_by_one_rank(tmp_path: Path) -> None:
+    need("lightning")
+    text = run("lightning_stream.py", tmp_path)
+    readers = re.findall(r"(\d+) lines are read by process (\d+)", text)
+    assert [lines for lines, _ in readers] == ["14", "5"]
+    assert len({process for _, process in readers}) == 1
+    trained = re.findall(r"rank (\d) trains on \[([\d, ]+)\]", text)
+    assert [batch for rank, batch in trained if rank == "0"] == ["0, 1", "4, 5", "8, 9", "12, 13"]
+    assert [batch for rank, batch in trained if rank == "1"] == ["2, 3", "6, 7", "10, 11", "0, 1"]
+    assert found(r"validated mean: (\S+)", text) == ("2.0",)
+
+
 def test_every_program_is_tested_and_listed() -> None:
     tests = Path(__file__).read_text(encoding="utf-8")
     listed = (EXAMPLES / "README.md").read_text(encoding="utf-8")

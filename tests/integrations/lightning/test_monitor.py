@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
+import torch
 from lightning.pytorch.loggers import Logger
+from torch.utils.data import DataLoader, IterableDataset
 
 from shardplug import Comm, PlanError
 from shardplug_lightning import ShardMonitor, ShardStrategy
@@ -47,12 +49,17 @@ class Several(Trainee):
         return super().training_step(batch[0] if isinstance(batch, list) else batch)
 
 
+class Stream(IterableDataset[torch.Tensor]):
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(torch.arange(14.0))
+
+
 def watch(comm: Comm, sizes: Sequence[int]) -> tuple[list[tuple[int, dict[str, float]]], list[str]]:
     keeps, lines = Keeps(), Lines()
     logger = logging.getLogger("shardplug_lightning.monitor")
     logger.addHandler(lines)
     logger.setLevel(logging.INFO)
-    loaders = [values(size) for size in sizes]
+    loaders = [values(size) if size else DataLoader(Stream(), batch_size=2) for size in sizes]
     trainer = make_trainer(
         ShardStrategy(),
         comm.world_size,
@@ -97,6 +104,13 @@ def test_several_loaders_are_counted_together() -> None:
     ((metrics, _),) = run_ranks(1, watch, [8, 6])
     (first, _) = [found for _, found in metrics if "shards/samples" in found]
     assert (first["shards/samples"], first["shards/repeats"]) == (14.0, 0.0)
+
+
+def test_streams_are_counted_though_a_batch_is_fetched_ahead() -> None:
+    for metrics, _ in run_ranks(2, watch, [0])[:1]:
+        counted = [found["shards/samples"] for _, found in metrics if "shards/samples" in found]
+        repeats = [found["shards/repeats"] for _, found in metrics if "shards/samples" in found]
+        assert (counted, repeats) == ([14.0, 14.0], [2.0, 2.0])
 
 
 def test_nothing_counted_is_no_speed() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -80,11 +81,12 @@ def test_checkpoints_that_lightning_saves_are_gone_on_from(tmp_path: Path) -> No
 
 
 def load_what_others_saved(comm: Comm, folder: Path) -> list[Any]:
-    loader, found = values(8, 2), []
-    for name, strategy, options in (
+    loader, found = values(8, 2), list[Any]()
+    cases: list[tuple[str, Any, Any]] = [
         ("mid", DDPStrategy(), {"every_n_train_steps": 3}),
         ("end", DDPStrategy(), {"every_n_epochs": 1}),
-    ):
+    ]
+    for name, strategy, options in cases:
         saved = checkpointed(folder / name, **options)
         fit(comm, strategy, loader, max_epochs=1, use_distributed_sampler=False, **saved)
         kept = {"callbacks": saved["callbacks"], "enable_checkpointing": True}
@@ -197,9 +199,9 @@ def way_out(name: str) -> str:
 def test_another_lightning_that_counts_otherwise_is_an_error() -> None:
     trainer: Any = make_trainer(ShardStrategy(), 1)
     trainer.fit_loop.epoch_loop.batch_progress = None
-    for count in (lambda: count_batches(trainer, 1), lambda: count_as_over(trainer)):
+    for count in (partial(count_batches, done=1), count_as_over):
         with pytest.raises(PlanError, match=way_out("Trainer.fit_loop.epoch_loop.batch_progress")):
-            count()
+            count(trainer)
     with pytest.raises(PlanError, match=way_out("Trainer.fit_loop._combined_loader._mode")):
         follows_shortest(trainer)
     with pytest.raises(PlanError, match=way_out("Trainer.fit_loop._data_fetcher")):
