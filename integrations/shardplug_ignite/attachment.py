@@ -15,7 +15,7 @@ from ignite.engine import Engine, Events
 
 from shardplug import Comm, DataLoaderDispatcher, DataLoaderShard, ShardEngine
 from shardplug_ignite.lengths import Loader, check_steps, length_of
-from shardplug_ignite.positions import Mark, SavedRun
+from shardplug_ignite.positions import SavedRun
 from shardplug_ignite.steps import RealSteps
 from shardplug_ignite.stops import Stops
 
@@ -81,7 +81,14 @@ class Attachment:
         self._window = window
         self._stops = stops
         self._shards: ShardEngine | None = None
-        self._mark = Mark()
+        self._engine_state: Any = None
+        # Where the run could go on from: iterations, epochs, iterations of the epoch under way; and
+        # the state of the loader there. That is made when it is asked for where it can be: the
+        # loader then stands there, or has handed out one batch more, which is being worked at.
+        self._counts = (0, 0, 0)
+        self._position: dict[str, Any] | None = None
+        self._is_live = True
+        self._is_working = False
         # An epoch was left early and the next has not begun: the loader itself knows where it is.
         self._is_between = False
         self._left_epochs = 0  # those that are over then, the one left early among them
@@ -93,7 +100,7 @@ class Attachment:
         self._is_partial = False  # no length can be found in it: it began on other shards
         self._due: tuple[SavedRun, bool] | None = None  # own parts of a rank, to be given back
         self._ticked_at = -1
-        self._snapshot: tuple[Mark, dict[str, Any]] | None = None
+        self._snapshot: tuple[tuple[int, int, int], dict[str, Any]] | None = None
         self._snapshot_events: list[Any] = []
         self.take_snapshot: _Handler = self._take_snapshot  # Ignite keeps but a weak reference
 
@@ -177,6 +184,7 @@ class Attachment:
         Collective: every rank must call it.
         """
         state, saved = engine.state, None if self._is_eval else self._host.saved()
+        self._engine_state = state
         self._arrange(engine)
         self._due, self._is_partial, self._is_between = None, False, False
         if state.dataloader is None:
@@ -186,7 +194,7 @@ class Attachment:
         if saved is not None:
             self._go_on(saved)
         self._first_iterations = _first_iterations(engine)
-        self._mark_now(engine, state.epoch, self._first_iterations)
+        self._stand_at((state.iteration, state.epoch, self._first_iterations))
 
     def _take_data(self, engine: Engine, saved: SavedRun | None) -> None:
         state = engine.state
@@ -264,8 +272,9 @@ class Attachment:
         if is_own and steps is None and is_as_divided:
             state.epoch_length = self._own_length = saved.epoch_length
         length = state.epoch_length
-        if is_own and is_at_end:
-            epochs, done = epochs + 1, 0
+        if is_own and (is_at_end or _is_at_start(saved)):
+            # What was done is an epoch that was over, or nothing: a run that had just started.
+            epochs, done = epochs + (done > 0), 0
         elif is_own and steps is not None and remaining is not None:
             done = steps - remaining
         elif length is not None:
@@ -311,7 +320,8 @@ class Attachment:
             self._replace(engine, data)
         if self._is_between:
             self._is_between = False
-            self._mark_now(engine, self._left_epochs, 0)
+            self._stand_at((engine.state.iteration, self._left_epochs, 0))
+        self._is_working = True
         if self._due is not None:
             (saved, is_at_end), self._due = self._due, None
             self._give_back(saved, is_at_end=is_at_end)
@@ -324,12 +334,13 @@ class Attachment:
         )
         if not is_ours:
             engine.set_data(loader)
-        self._mark_now(engine, state.epoch - 1, state.iteration - self._began)
+        self._stand_at((state.iteration, state.epoch - 1, state.iteration - self._began))
 
     def _commit(self, engine: Engine) -> None:
-        """Note that an iteration is over, and where a run may go on from it."""
+        """Note that an iteration is over, and whether a run may go on from it."""
         self.global_step += 1
-        iteration = engine.state.iteration
+        state = engine.state
+        iteration = state.iteration
         is_closed = self._window is not None and iteration % self._window == 0
         if self._steps is not None:
             self.is_tick_due, has_closed = self._steps.settle()
@@ -337,19 +348,23 @@ class Attachment:
         elif self._window is None:
             is_closed = True
         if is_closed:
-            self._mark_now(engine, engine.state.epoch - 1, iteration - self._began)
+            self._is_live = True
+            self._counts = (iteration, state.epoch - 1, iteration - self._began)
+        elif self._is_live:
+            # The loader goes on without its window: while it is one batch ahead it can tell.
+            self._position, self._is_live = self.position, False
+        self._is_working = False
 
-    def _mark_now(self, engine: Engine, epochs: int, done: int) -> None:
-        if self._is_eval:
-            return
-        loader = None if self.loader is None else self.loader.state_dict()
-        self._mark = Mark(loader, engine.state.iteration, epochs, done)
+    def _stand_at(self, counts: tuple[int, int, int]) -> None:
+        """Note that a run may go on from where the loader stands now."""
+        self._counts, self._is_live, self._is_working = counts, True, False
 
     def _leave_epoch(self, engine: Engine, iter_counter: int) -> None:
         """Take an epoch that is left early for one that is over."""
         if self.loader is not None:
             self.loader.set_epoch(self.loader.epoch + 1)
         self._is_between, self._left_epochs = True, engine.state.epoch
+        self._is_live = True
 
     def _note_length(self, engine: Engine) -> None:
         """Note a length that the engine has found; let a rank without a step go on."""
@@ -380,9 +395,16 @@ class Attachment:
     @property
     def position(self) -> dict[str, Any] | None:
         """The state of the loader at the point that the run could go on from."""
-        if self._is_eval or self._is_between:
-            return None if self.loader is None else self.loader.state_dict()
-        return self._mark.loader
+        loader = self.loader
+        if loader is None:
+            return None
+        if not self._is_live:
+            return self._position
+        if self._is_eval or self._is_between or not self._is_working:
+            return loader.state_dict()
+        if self._engine_state.batch is None:
+            return loader.state_dict()  # the next one has not come yet
+        return loader.state_at(loader.step)
 
     def run(self, engine: Engine) -> SavedRun:
         """Tell what is to be saved.
@@ -390,18 +412,19 @@ class Attachment:
         Args:
             engine: The engine.
         """
-        state, mark = engine.state, self._mark
+        state = engine.state
+        iteration, epochs, done = self._counts
         if self._is_between:
-            mark = Mark(self.position, state.iteration, self._left_epochs, 0)
+            iteration, epochs, done = state.iteration, self._left_epochs, 0
         taken = None
-        if self._snapshot is not None and self._snapshot[0] is mark:
+        if self._snapshot is not None and self._snapshot[0] == (iteration, epochs, done):
             taken = self._snapshot[1]
         has_ticked = self._ticked_at == state.iteration and _is_in_iteration(engine)
         return SavedRun(
-            loader=mark.loader,
-            iteration=mark.iteration,
-            epochs=mark.epochs,
-            epoch_iterations=mark.epoch_iterations,
+            loader=self.position,
+            iteration=iteration,
+            epochs=epochs,
+            epoch_iterations=done,
             epoch_length=state.epoch_length,
             is_length_given=not self._has_own_length,
             num_shards=1 if self.loader is None else self.loader.shard.count,
@@ -419,7 +442,7 @@ class Attachment:
         Collective: every rank must call it.
         """
         if self._shards is not None:
-            self._snapshot = self._mark, self._shards.gather_rank_states()
+            self._snapshot = self._counts, self._shards.gather_rank_states()
 
 
 _MEETINGS = (
@@ -485,6 +508,12 @@ def _remaining(loader: Loader) -> int | None:
         return loader.remaining_steps
     except TypeError:
         return None
+
+
+def _is_at_start(saved: SavedRun) -> bool:
+    """Tell whether the loader stood at the start of an epoch."""
+    position = saved.loader or {}
+    return not any(position.get(name) for name in ("consumed", "extra_rows", "is_done"))
 
 
 def _is_divided_alike(loader: Loader, saved: SavedRun) -> bool:

@@ -59,8 +59,9 @@ class ShardHandler:
       compare.
 
     The engine's ``epoch_length`` becomes that of the shard, unless the user gave another one than
-    the loader's length. A length that was worked out or found in one run is not carried over to the
-    next.
+    the loader's length (which need not be given; beside a loaded state of the trainer, Ignite
+    itself refuses it, as that holds the shard's). A length that was worked out or found in one run
+    is not carried over to the next.
 
     To resume, have Ignite's ``Checkpoint`` save the handler beside the trainer, the model and the
     optimizer, one handler for each trainer. Its state says where the data stood when the last

@@ -8,27 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, NamedTuple
+from typing import Any
 
 from shardplug import StateError
 
 VERSION = 1
-
-
-class Mark(NamedTuple):
-    """A point of a run that it can go on from.
-
-    Attributes:
-        loader: The state of the loader; None if the run has no data.
-        iteration: Iterations that the engine had counted.
-        epochs: Epochs of the engine that were over.
-        epoch_iterations: Iterations of the one under way that were over.
-    """
-
-    loader: dict[str, Any] | None = None
-    iteration: int = 0
-    epochs: int = 0
-    epoch_iterations: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import example, given
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 from ignite.engine import Engine, Events
 from torch.utils.data import DataLoader
@@ -187,7 +187,9 @@ def test_a_given_epoch_length_is_resumed_exactly(
         has_trainer=has_trainer,
     )
     whole = script.train(2)
-    stop = min(stop, len(whole[0].steps))  # the length of the unprepared loader, 6, is a pass of 3
+    # The length of the unprepared loader, 6, is a pass: 3. Ignite refuses it beside its own state.
+    assume(not (has_trainer and epoch_length == 6))
+    stop = min(stop, len(whole[0].steps))
     ranks = resumed(script, nth(event, stop), 2, 2)
     assert [rank.steps for rank in ranks] == [rank.steps for rank in whole]
     assert [rank.ended for rank in ranks] == [rank.ended for rank in whole]
