@@ -78,11 +78,11 @@ def _run(factory: Factory, conditions: Conditions) -> Trial:
         *columns, console=console, transient=True, disable=not console.is_terminal
     ) as progress:
         task = progress.add_task(f"{conditions.world_size} ranks", total=None)
-        bounded = conditions.max_batches
-        if bounded is not None:
-            total = bounded * conditions.world_size * conditions.num_epochs
-            progress.update(task, total=total)
-        return try_out(factory, conditions, lambda done: progress.update(task, completed=done))
+
+        def tell(done: int, total: int | None) -> None:
+            progress.update(task, completed=done, total=total)
+
+        return try_out(factory, conditions, tell)
 
 
 def _summary(plea: Plea, trial: Trial) -> Table:

@@ -453,10 +453,11 @@ def _contents(tags: Tensor) -> dict[int, int]:
 
 def _ids(ids: list[int]) -> str:
     shown = ", ".join(map(str, ids[:5]))
-    return f"{'ids' if len(ids) > 1 else 'id'} {shown}" + (", ..." if len(ids) > 5 else "")
+    return f"{'ids' if len(ids) > 1 else 'id'} {shown}{' and more' if len(ids) > 5 else ''}"
 
 
 def _ranks(ranks: list[int]) -> str:
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
-    return "ranks " + ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
+    shown = ", ".join(map(str, ranks[:8]))
+    return f"ranks {shown}{' and more' if len(ranks) > 8 else ''}"

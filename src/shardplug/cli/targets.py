@@ -12,8 +12,10 @@ from types import ModuleType
 from typing import Any
 
 from torch.utils.data import DataLoader
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from shardplug.cli.refusal import Refusal, one_line
+from shardplug.cli.tracing import has_own_iter
 from shardplug.prepared import PreparedLoader
 
 Factory = Callable[[int, int], DataLoader[Any]]
@@ -146,15 +148,9 @@ def _checked(result: Any, name: str) -> DataLoader[Any]:
             f"{name}() must return one torch.utils.data.DataLoader or a LightningDataModule, got "
             f"{type(result).__name__}. Write a function that returns the loader to be checked."
         )
-    if type(result).__iter__ is not DataLoader.__iter__ and not _is_stateful(result):
+    if isinstance(result, StatefulDataLoader) and has_own_iter(result):
         raise Refusal(
-            f"{name}() must return a loader with the __iter__ of DataLoader, got "
-            f"{type(result).__name__}. Return a plain DataLoader over the same data."
+            f"{name}() must return a stateful loader with the __iter__ of StatefulDataLoader, got "
+            f"{type(result).__name__}. Return a plain one over the same data."
         )
     return result
-
-
-def _is_stateful(loader: DataLoader[Any]) -> bool:
-    from torchdata.stateful_dataloader import StatefulDataLoader
-
-    return type(loader).__iter__ is StatefulDataLoader.__iter__

@@ -13,6 +13,7 @@ import pickle
 import random
 import zlib
 from array import array
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from itertools import count, islice
 from typing import Any, NamedTuple
@@ -20,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from shardplug import rng
 from shardplug.errors import BatchError
@@ -37,7 +39,7 @@ ID, CONTENT, WORKER = 0, 1, 2
 DRAWS = slice(3, 8)
 """Columns of the states that python, numpy, torch, generators of the data set's own, and the
 collate function drew from; 0 where nothing was drawn."""
-NUM_COLUMNS = 8
+NUM_COLUMNS, NUM_GLOBAL = 8, 3
 _SEARCH_DEPTH, _SEARCH_WIDTH, _SEARCHES = 3, 64, 3
 
 
@@ -65,7 +67,40 @@ def trace(loader: DataLoader[Any]) -> DataLoader[Any]:
         collate_fn=_TracingCollate(loader.collate_fn, is_ready),
         _iterator=None,
     )
+    if has_own_iter(loader):
+        clone.__dict__["_tags"] = deque()
+        kind = type(loader)
+        clone.__class__ = type(kind.__name__, (_Outside, kind, _Inside), {"__module__": __name__})
     return clone
+
+
+def has_own_iter(loader: DataLoader[Any]) -> bool:
+    """Tell whether a loader has an ``__iter__`` that is not torch's or torchdata's."""
+    found = type(loader).__iter__
+    return found not in (DataLoader.__iter__, StatefulDataLoader.__iter__)
+
+
+class _Inside(DataLoader[Any]):
+    """Stands between a loader's class and DataLoader: its ``__iter__`` finds the user's batches."""
+
+    _tags: deque[Tensor]
+
+    def __iter__(self) -> Any:
+        for traced in super().__iter__():
+            self._tags.append(traced.tags)
+            yield traced.batch
+
+
+class _Outside(DataLoader[Any]):
+    """Stands before a loader's class: gives each batch that comes out of it its tags back."""
+
+    _tags: deque[Tensor]
+
+    def __iter__(self) -> Any:
+        self._tags.clear()
+        for batch in super().__iter__():
+            # Who does not ask super().__iter__() has got batches with their tags on.
+            yield TracedBatch(self._tags.popleft(), batch) if self._tags else batch
 
 
 def trace_dataset(dataset: Any) -> Any:
@@ -75,7 +110,7 @@ def trace_dataset(dataset: Any) -> Any:
     if base is _TracedStream:
         methods.pop("__getitems__", None)
     made: Any = type(base.__name__, (base,), methods)()
-    made.__dict__.update(traced=dataset, _searches=0, _found=())
+    made.__dict__.update(traced=dataset, _searches=0, _found=(), _seeds={})
     return made
 
 
@@ -93,6 +128,7 @@ class _Traced(Dataset[Any]):
 
     _searches: int
     _found: tuple[Any, ...]
+    _seeds: dict[int, bool]
 
     def own_generators(self) -> Sequence[Any]:
         """List the generators that the data set keeps; one may be made with the first samples."""
@@ -100,6 +136,17 @@ class _Traced(Dataset[Any]):
             found = tuple(_generators(self.traced, _SEARCH_DEPTH))
             self.__dict__.update(_searches=self._searches + 1, _found=found)
         return self._found
+
+    def without_seeded(self, drawn: list[int], make: Callable[[], Any]) -> list[int]:
+        """Leave out generators that the data set seeds itself before it draws.
+
+        Found out once for each, by making a sample again from two other states: where both lead to
+        the same state, what is drawn depends on neither.
+        """
+        for place in range(NUM_GLOBAL):
+            if drawn[place] and place not in self._seeds:
+                self._seeds[place] = _leads_to(make, 1)[place] == _leads_to(make, 2)[place]
+        return [0 if self._seeds.get(place) else state for place, state in enumerate(drawn)]
 
     def __getattr__(self, name: str) -> Any:
         if name == "traced" or name.startswith("__"):
@@ -117,7 +164,8 @@ class _TracedMap(_Traced):
     def __getitem__(self, index: Any) -> Tagged:
         probe = Probe(self.own_generators())
         value = self.traced[index]
-        return Tagged(value, (_number(index), 0, worker_number(), *probe.drawn(), 0))
+        drawn = self.without_seeded(probe.drawn(), lambda: self.traced[index])
+        return Tagged(value, (_number(index), 0, worker_number(), *drawn, 0))
 
 
 class _TracedStream(_Traced, IterableDataset[Any]):
@@ -155,7 +203,7 @@ def _move_on(drawn: Sequence[int]) -> None:
 def _getitems(self: _TracedMap, indices: list[Any]) -> list[Tagged]:
     probe = Probe(self.own_generators())
     values = self.traced.__getitems__(indices)
-    drawn = probe.drawn()
+    drawn = self.without_seeded(probe.drawn(), lambda: self.traced.__getitems__(indices))
     return [
         Tagged(value, (_number(index), 0, worker_number(), *drawn, 0))
         for index, value in zip(indices, values, strict=True)
@@ -218,10 +266,11 @@ class Probe:
 
     def __init__(self, own: Sequence[Any]) -> None:
         self._own = own
-        self._before = self._states()
+        self._before = self.states()
         self._seed = torch.initial_seed()
 
-    def _states(self) -> list[int]:
+    def states(self) -> list[int]:
+        """Give a number for the state of each generator, the global ones first."""
         numpy = b"" if np is None else _of_numpy(np.random.mtrand._rand)  # noqa: SLF001
         own = [_hashed(_state_of(each)) for each in self._own]
         return [
@@ -240,19 +289,30 @@ class Probe:
         moved = self._moved()
         if torch.initial_seed() != self._seed:
             moved[2] = 0
-        return [*map(rng.signed_seed, moved[:3]), rng.signed_seed(_combined(moved[3:]))]
+        return [
+            *map(rng.signed_seed, moved[:NUM_GLOBAL]),
+            rng.signed_seed(_combined(moved[NUM_GLOBAL:])),
+        ]
 
     def drawn_where(self, moved: Sequence[int]) -> list[int]:
         """Tell the same where it was watched elsewhere which global generators moved."""
         states = [before if at else 0 for before, at in zip(self._before, moved, strict=False)]
-        own = _combined(self._moved()[3:])
-        return [*map(rng.signed_seed, states[:3]), rng.signed_seed(own)]
+        own = _combined(self._moved()[NUM_GLOBAL:])
+        return [*map(rng.signed_seed, states[:NUM_GLOBAL]), rng.signed_seed(own)]
 
     def _moved(self) -> list[int]:
-        after = self._states()
+        after = self.states()
         return [
             before if before != now else 0 for before, now in zip(self._before, after, strict=True)
         ]
+
+
+def _leads_to(make: Callable[[], Any], seed: int) -> list[int]:
+    """Tell the states of the global generators after something was made from seeded ones."""
+    with rng.preserved_cpu():
+        rng.seed_cpu(seed)
+        make()
+        return Probe(()).states()
 
 
 def _combined(states: Sequence[int]) -> int:

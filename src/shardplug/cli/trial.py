@@ -32,6 +32,8 @@ from shardplug.testing import LockstepComm, run_ranks
 
 T = TypeVar("T")
 
+Tell = Callable[[int, "int | None"], None]
+
 _A_DAY_S = 86400.0
 _KINDS = ("python", "torch", *(["numpy"] if find_spec("numpy") else []))
 
@@ -98,14 +100,15 @@ class Trial:
 
 
 def try_out(
-    factory: Factory, conditions: Conditions, tell: Callable[[int], None] = lambda total: None
+    factory: Factory, conditions: Conditions, tell: Tell = lambda done, total: None
 ) -> Trial:
     """Run a user's loader on simulated ranks.
 
     Args:
         factory: Makes the loader of a rank.
         conditions: How.
-        tell: Called with the number of batches that all ranks together have seen so far.
+        tell: Called with the number of batches that all ranks together have seen so far, and of
+            those that there will be, None if that is not known.
 
     Returns:
         What they saw; a failure in the middle of it is part of that.
@@ -177,6 +180,7 @@ def _take_pass(
         _tell_epoch(loader, epoch)
     log = PassLog(known_length(loader))
     logs.append(log)
+    tally.expect(log.length, conditions)
     tags = [log.tags]
     is_ready = loader.batch_size is None and loader.batch_sampler is None
     most = conditions.max_batches
@@ -215,13 +219,22 @@ def _tell_epoch(loader: DataLoader[Any], epoch: int) -> None:
 class _Tally:
     """Counts the batches of all ranks."""
 
-    def __init__(self, tell: Callable[[int], None]) -> None:
-        self._tell, self._count, self._lock = tell, 0, threading.Lock()
+    def __init__(self, tell: Tell) -> None:
+        self._tell, self._done, self._lock = tell, 0, threading.Lock()
+        self._total: int | None = None
+
+    def expect(self, length: int | None, conditions: Conditions) -> None:
+        """Work out how many there will be, from what the first loader says."""
+        most = conditions.max_batches
+        counts = [count for count in (length, most) if count is not None]
+        if self._total is None and counts:
+            self._total = min(counts) * conditions.world_size * conditions.num_epochs
 
     def add(self) -> None:
+        """Count one."""
         with self._lock:
-            self._count += 1
-            self._tell(self._count)
+            self._done += 1
+            self._tell(self._done, self._total)
 
 
 class _Turns:

@@ -22,6 +22,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
     get_worker_info,
 )
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from shardplug import prepare_data_loader
 
@@ -52,6 +53,15 @@ class Noisy(Dataset[Any]):
             "python": random.random,
         }[self.source]
         return index + draw()
+
+
+class Seeding(Noisy):
+    """Seeds a global generator by the sample before it draws."""
+
+    def __getitem__(self, index: int) -> Any:
+        seed: Any = {"torch": torch.manual_seed, "numpy": np.random.seed, "python": random.seed}
+        seed[self.source](index)
+        return super().__getitem__(index)
 
 
 class NoisyByItself(Dataset[Any]):
@@ -313,6 +323,18 @@ def noisy_in_workers() -> DataLoader[Any]:
     return noisy("python", num_workers=2)
 
 
+def seeding(source: str = "torch") -> DataLoader[Any]:
+    return DataLoader(Seeding(source), batch_size=2)
+
+
+def seeding_numpy() -> DataLoader[Any]:
+    return seeding("numpy")
+
+
+def seeding_python() -> DataLoader[Any]:
+    return seeding("python")
+
+
 def weighted() -> DataLoader[Any]:
     generator = torch.Generator().manual_seed(5)
     sampler = WeightedRandomSampler([1.0, 5.0] * 12, NUM_SAMPLES, generator=generator)
@@ -379,6 +401,34 @@ class Module:
         return with_gaps()
 
 
+class Doubling(DataLoader[Any]):
+    """Works on its batches, which have to be those of the user's collate function."""
+
+    def __iter__(self) -> Any:
+        for batch in super().__iter__():
+            yield 2 * batch
+
+
+class Bypassing(DataLoader[Any]):
+    """Passes its batches on, but not by way of its parents."""
+
+    def __iter__(self) -> Any:
+        yield from DataLoader.__iter__(self)
+
+
+def own_iter() -> DataLoader[Any]:
+    return Doubling(numbers(23), batch_size=2, shuffle=True)
+
+
+def bypassing() -> DataLoader[Any]:
+    return Bypassing(numbers(23), batch_size=2)
+
+
+def stateful() -> DataLoader[Any]:
+    loader: DataLoader[Any] = StatefulDataLoader(numbers(23), batch_size=2, shuffle=True)
+    return loader
+
+
 class Endless(IterableDataset[Any]):
     def __iter__(self) -> Iterator[int]:
         return count()
@@ -410,13 +460,13 @@ def exiting() -> DataLoader[Any]:
     raise SystemExit(3)
 
 
-class Doubling(DataLoader[Any]):
+class OwnStateful(StatefulDataLoader):  # type: ignore[misc]
     def __iter__(self) -> Any:
         yield from super().__iter__()
 
 
-def own_iter() -> DataLoader[Any]:
-    return Doubling(numbers())
+def own_stateful() -> DataLoader[Any]:
+    return OwnStateful(numbers())
 
 
 def prepared() -> DataLoader[Any]:

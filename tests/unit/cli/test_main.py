@@ -129,7 +129,7 @@ BAD = [
     (f"{LOADERS}:raising", "raising() failed on rank 0: FileNotFoundError: no such folder"),
     (f"{LOADERS}:exiting", "exiting() failed on rank 0: SystemExit: 3"),
     (f"{LOADERS}:not_a_loader", "DataLoader or a LightningDataModule, got list."),
-    (f"{LOADERS}:own_iter", "a loader with the __iter__ of DataLoader, got Doubling."),
+    (f"{LOADERS}:own_stateful", "with the __iter__ of StatefulDataLoader, got OwnStateful."),
     (f"{LOADERS}:prepared", "before it is prepared, got a DataLoaderShard."),
     (f"{LOADERS}:shuffled --epochs 0", "`--epochs` must be at least 1, got 0."),
     (f"{LOADERS}:shuffled --world-size 0", "`--world-size` must be at least 1, got 0."),
@@ -283,17 +283,20 @@ def test_a_trial_leaves_the_loader_and_the_generators_as_they_were() -> None:
     loader: DataLoader[Any] = DataLoader(data, batch_size=2, shuffle=True)
     before = dict(vars(loader))
     state = torch.get_rng_state()
-    told: list[int] = []
+    told: list[tuple[int, int | None]] = []
     for options in (None, {"split_batches": False}):
         trial = try_out(
-            lambda rank, world_size: loader, Conditions(2, options=options), told.append
+            lambda rank, world_size: loader,
+            Conditions(2, options=options),
+            lambda *counts: told.append(counts),
         )
         assert trial.failure is None
         assert all(len(logs) == 2 for logs in trial.logs)
     assert vars(loader) == before
     assert torch.equal(torch.get_rng_state(), state)
     # Two ranks, two passes of six batches each as it is, of three each prepared.
-    assert told == [*range(1, 25), *range(1, 13)]
+    assert [told[at][1] for at in (0, 30)] == [24, 12]
+    assert [done for done, _ in told] == [*range(1, 25), *range(1, 13)]
 
 
 def test_prepared_in_a_trial_a_loader_sees_what_it_sees_prepared_elsewhere() -> None:
