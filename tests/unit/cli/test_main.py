@@ -58,6 +58,15 @@ def test_what_the_help_shows_runs_when_pasted(
     assert out
 
 
+def test_what_the_readme_shows_is_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    (shown,) = re.findall(r"^```console\n\$ (.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    command, _, expected = shown.partition("\n")
+    assert main(shlex.split(command)[1:]) == 0
+    lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    assert lines[: len(expected.splitlines())] == expected.splitlines()
+
+
 def test_there_are_examples_of_both() -> None:
     assert {line.split()[1] for line in EXAMPLES} == {"plan", "check"}
     assert len(EXAMPLES) >= 7
