@@ -17,10 +17,10 @@ TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
 
-def run(name: str, folder: Path, *launcher: str) -> str:
+def run(name: str, folder: Path, *launcher: str, program_arguments: tuple[str, ...] = ()) -> str:
     """What a program prints, run on CPUs in a folder of its own."""
     done = subprocess.run(
-        [sys.executable, *launcher, str(EXAMPLES / name)],
+        [sys.executable, *launcher, str(EXAMPLES / name), *program_arguments],
         cwd=folder,
         env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
@@ -77,6 +77,28 @@ def test_ignite_digits_counts_each_test_image_once(tmp_path: Path) -> None:
         assert (int(told), int(seen)) == (ranks, 359)
         assert int(steps) == 5 * -(-1438 // (32 * ranks))
         assert float(accuracy) > 0.9
+
+
+def test_ignite_resume_trains_on_each_image_once(tmp_path: Path) -> None:
+    need("sklearn", "ignite")
+    run("ignite_resume.py", tmp_path, *TORCHRUN, program_arguments=("--stop-at", "60"))
+    text = run("ignite_resume.py", tmp_path, *TORCHRUN[:-1], "--nproc-per-node=3")
+    once, others = found(r"images of all epochs: (\d+) trained on once, (\d+) not once\n", text)
+    assert (int(once), int(others)) == (4 * 1438, 0)
+    ranks, iterations = found(r"(\d) ranks, (\d+) iterations in all\n", text)
+    # 60 steps of two ranks are an epoch of 45 and 15 more, which leave 958 images; then 48 a step.
+    assert (int(ranks), int(iterations)) == (3, 60 + 20 + 2 * 30)
+    accuracy, auc = found(r"accuracy (\S+), even or odd: AUC (\S+)\n", text)
+    assert float(accuracy) > 0.9
+    assert float(auc) > 0.95
+
+
+def test_ignite_exact_metrics_counts_each_sample_once(tmp_path: Path) -> None:
+    need("ignite")
+    text = run("ignite_exact_metrics.py", tmp_path)
+    assert found(r"shardplug: accuracy (\S+) of (\d+) samples\n", text) == ("0.9000", "10")
+    assert found(r"Ignite: accuracy (\S+) of (\d+) samples\n", text) == ("0.8333", "12")
+    assert found(r"gathered from all ranks: (\d+) rows\n", text) == ("10",)
 
 
 ACCUMULATION = r"ranks: (\d), micro-batches a step: 3\nparameters stay within (\S+) of"
@@ -181,12 +203,12 @@ def test_lightning_elastic_resume_loses_no_sample(tmp_path: Path) -> None:
     need("lightning")
     text = run("lightning_elastic_resume.py", tmp_path)
     told = [
-        (*map(int, where), [int(each) for each in batch.split(", ")])
-        for *where, batch in re.findall(ELASTIC, text)
+        (int(ranks), int(epoch), int(rank), [int(each) for each in batch.split(", ")])
+        for ranks, epoch, rank, batch in re.findall(ELASTIC, text)
     ]
     before = [sample for ranks, _, _, batch in told if ranks == 2 for sample in batch]
     assert len(before) == 8
-    for epoch, seen in ((0, before), (1, [])):
+    for epoch, seen in enumerate([before, list[int]()]):
         by_rank = [
             [batch for ranks, e, r, batch in told if (ranks, e, r) == (3, epoch, rank)]
             for rank in range(3)
