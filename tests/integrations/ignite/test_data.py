@@ -146,14 +146,16 @@ def test_an_epoch_length_regroups_streams_too(epoch_length: int) -> None:
 
 def test_samples_that_draw_do_so_by_their_position() -> None:
     """On one rank: ranks in one process share its generators."""
-    runs = []
-    for seeds_samples in (True, True, False):
+
+    def run(seeds_samples: bool, seed: int) -> list[float]:
         seen: list[float] = []
-        random.seed(len(runs))
-        engine = Engine(lambda _, batch, seen=seen: seen.extend(batch.tolist()))
+        random.seed(seed)
+        engine = Engine(lambda _, batch: seen.extend(batch.tolist()))
         ShardHandler(comm=SoloComm(), seed_samples=seeds_samples, data_seed=2).attach(engine)
         engine.run(DataLoader(Drawing(), batch_size=2), max_epochs=1)
-        runs.append(seen)
+        return seen
+
+    runs = [run(True, 0), run(True, 1), run(False, 2)]
     assert runs[0] == runs[1]
     assert runs[2] != runs[0]
     assert len(set(runs[0])) == 8
