@@ -356,8 +356,6 @@ class _Judge:
                 return
 
     def _draws(self) -> Iterator[Finding]:
-        if self.trial.is_dispatched and self.loader.num_workers < 2 and self.num_epochs < 2:
-            return
         rows = _joined(
             (rank, epoch, logs[epoch].tags)
             for epoch in range(self.num_epochs)

@@ -53,6 +53,8 @@ FAULTS = [
     ("noisy_stream_in_workers", "--as-is --world-size 2 --epochs 1", "worker-repeats", "reads all"),
     ("cut_stream", "", "never", "already_sharded=True"),
     ("broken", "", "raises", "OSError: sample 13 is damaged Raised on rank 2 of 4."),
+    ("broken", "--dispatch", "raises", "sample 13 is damaged"),
+    ("broken", "--as-is --world-size 1", "raises", "after 6 batches of a pass"),
     ("other_data", "", "different-data", "number of samples"),
 ]
 
