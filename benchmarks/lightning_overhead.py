@@ -54,7 +54,8 @@ def _train(place: str, rank: int) -> tuple[float, float]:
 
     from shardplug_lightning import ShardStrategy
 
-    ours, peer = [], []
+    ours: list[float] = []
+    peer: list[float] = []
     for turn in range(REPEATS):
         pair = [(ours, ShardStrategy(data_seed=1)), (peer, DDPStrategy())]
         for times, strategy in pair[:: -1 if turn % 2 else 1]:

@@ -265,7 +265,7 @@ class ShardStrategyMixin(Strategy):
             batch_idx: Its number in the epoch.
         """
         super().on_train_batch_start(batch, batch_idx)
-        self._book.mark(self._trainer, batch_idx)
+        self._book.mark(batch_idx)
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None

@@ -209,23 +209,26 @@ class TrainingBook:
         leading = (min if follows_shortest(trainer) else max)(views, key=len)
         count_batches(trainer, len(leading) - leading.remaining_steps)
 
-    def mark(self, trainer: Trainer, batch: int) -> None:
-        """Note where the loaders stand when a batch is about to be trained on.
+    def mark(self, batch: int) -> None:
+        """Note where the loaders stand when a batch is about to be trained on; cheap.
 
         Args:
-            trainer: The trainer.
             batch: Its number in the epoch, as Lightning counts.
         """
-        views, marks = self._all_views(), self._marks
+        trainer, marks = self._trainer, self._marks
+        if trainer is None:
+            return  # there are no loaders of this strategy's
         if trainer.current_epoch != self._epoch:
             self._begin_epoch(trainer, batch)
+        views, epoch = self._all_views(), self._epoch
         ahead = 0 if self._ahead > 0 and trainer.is_last_batch else self._ahead
         if batch not in marks:
-            marks[batch] = [view.spot(ahead + 1, self._epoch) for view in views]
-        marks[batch + 1] = [view.spot(ahead, self._epoch) for view in views]
-        window = batch - batch % trainer.accumulate_grad_batches
-        for old in [each for each in marks if each < window]:
-            del marks[old]
+            marks[batch] = [view.spot(ahead + 1, epoch) for view in views]
+        marks[batch + 1] = [view.spot(ahead, epoch) for view in views]
+        if len(marks) > trainer.accumulate_grad_batches + 1:
+            window = batch - batch % trainer.accumulate_grad_batches
+            for old in [each for each in marks if each < window]:
+                del marks[old]
 
     def _begin_epoch(self, trainer: Trainer, batch: int) -> None:
         self._marks.clear()
