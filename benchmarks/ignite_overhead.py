@@ -23,7 +23,7 @@ from benchmarks.table import Row, at_most, median_interleaved, seconds, show
 from shardplug import ShardEngine
 from shardplug_ignite import ShardHandler
 
-STEPS = 400
+STEPS = 200
 REPEATS = 15
 LIMIT = 1.05
 

@@ -82,7 +82,9 @@ class ShardHandler:
         loader: Prepared at once, so that `loader` and its length are known before a run. None:
             loaders are prepared when an engine is given them.
         optimizer: What the trainer steps, so that real steps are known: those that a scaler did not
-            skip, at the end of a window of accumulation.
+            skip, at the end of a window of accumulation. A step that was skipped ends its window
+            as well, which is known of a `ScalerAwareOptimizer`, or by
+            ``gradient_accumulation_steps``; else its batch is trained on again after a resume.
         lr_scheduler: One of torch's, ticked at the end of an iteration for each real step. Attach
             Ignite's own to `step_event`.
         mode: "train" or "eval".

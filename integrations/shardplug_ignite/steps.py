@@ -46,6 +46,7 @@ class RealSteps:
             )
         self.count = 0
         self._optimizer = optimizer
+        self._wrapper = optimizer if isinstance(optimizer, ScalerAwareOptimizer) else None
         self._lr_scheduler = lr_scheduler
         self._found_inf: list[torch.Tensor | None] = []
         self._closed_at = 0
@@ -72,21 +73,19 @@ class RealSteps:
             Whether there was a real step, and whether a window of accumulation came to its end,
             which it does with a step that was skipped as well, where that can be known.
         """
-        taken = 0
-        if self._found_inf:
-            taken = sum(found is None or not found.item() for found in self._found_inf)
-            self._found_inf.clear()
+        calls, taken = self._found_inf, 0
+        if calls:
+            taken = 1 if calls == [None] else sum(each is None or not each.item() for each in calls)
+            self._found_inf = []
             self.count += taken
             if self._lr_scheduler is not None:
                 for _ in range(taken):
                     self._lr_scheduler.step()
-        return taken > 0, self._has_closed() or taken > 0
-
-    def _has_closed(self) -> bool:
-        if not isinstance(self._optimizer, ScalerAwareOptimizer):
-            return False
-        before, self._closed_at = self._closed_at, self._optimizer.closed_at
-        return before != self._closed_at
+        has_closed = taken > 0
+        if self._wrapper is not None:
+            before, self._closed_at = self._closed_at, self._wrapper.closed_at
+            has_closed = before != self._closed_at
+        return taken > 0, has_closed
 
 
 def _inner(optimizer: Any) -> Any:

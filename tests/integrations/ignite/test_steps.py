@@ -250,6 +250,40 @@ def test_gradients_that_were_not_stepped_with_are_made_again(way: str, event: An
         torch.testing.assert_close(weights, whole, rtol=0, atol=1e-6, msg=f"{way} {number}")
 
 
+@pytest.mark.parametrize("is_wrapped", [True, False])
+def test_a_step_that_was_skipped_ends_its_window_where_that_is_known(is_wrapped: bool) -> None:
+    """Of a plain optimizer it is not: its batch would be trained on again after a resume."""
+    torch.manual_seed(0)
+    model = nn.Linear(3, 1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    plain = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = ScalerAwareOptimizer(plain, scaler=scaler) if is_wrapped else plain
+
+    def step(_: Engine, batch: Any) -> None:
+        optimizer.zero_grad()
+        scaler.scale(nn.functional.mse_loss(model(batch[0]), batch[1])).backward()
+        if is_wrapped:
+            optimizer.step()
+        else:
+            scaler.step(optimizer)
+            scaler.update()
+
+    trainer = Engine(step)
+    handler = ShardHandler(optimizer=optimizer, comm=SoloComm())
+    handler.attach(trainer)
+    marks: list[tuple[int, int]] = []
+
+    def look() -> None:
+        state = handler.state_dict()
+        marks.append((state["iteration"], state["optimizer_steps"]))
+
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, look)
+    trainer.run(rows((0, 2)), max_iters=4)
+    assert marks == (
+        [(1, 0), (2, 1), (3, 1), (4, 2)] if is_wrapped else [(0, 0), (2, 1), (2, 1), (4, 2)]
+    )
+
+
 def test_dropout_goes_on_where_ranks_told_each_other_of_it() -> None:
     def run(stop_at: int | None, saved: Saved | None) -> tuple[list[float], Saved]:
         torch.manual_seed(0 if saved is None else 99)
