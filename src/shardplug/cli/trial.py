@@ -6,6 +6,7 @@ finds the random generators as it left them, so that they differ as those of pro
 
 from __future__ import annotations
 
+import gc
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -126,6 +127,8 @@ def try_out(
         ]
         trial = Trial(loaders, [[] for _ in loaders])
         _run(trial, conditions, turns, _Tally(tell))
+        if trial.failure is not None:
+            _let_go(trial.failure)
     trial.warned = list(dict.fromkeys(" ".join(str(each.message).split()) for each in caught))
     return trial
 
@@ -167,6 +170,15 @@ def _run(trial: Trial, conditions: Conditions, turns: _Turns, tally: _Tally) -> 
         trial.failure = error
     except Exception as error:  # noqa: BLE001  # the user's data set may raise anything
         trial.failure = error
+
+
+def _let_go(failure: BaseException) -> None:
+    """Let go of the loaders in the frames of a failure, and so of their threads and workers."""
+    link: BaseException | None = failure
+    while link is not None:
+        link.__traceback__ = None
+        link = link.__cause__ or link.__context__
+    gc.collect()
 
 
 def _take_pass(
