@@ -290,9 +290,10 @@ class TrainingBook:
         if loops is None:
             return
         loops["state_dict"].pop("combined_loader", None)
-        validation = loops["epoch_loop.val_loop.batch_progress"]["current"]
-        if validation["ready"] != validation["completed"]:
-            validation["completed"] = 0
+        validation = loops["epoch_loop.val_loop.batch_progress"]
+        if validation["current"]["ready"] and not _is_over(validation, None):
+            # Lightning goes back into one that failed inside a step, at its first batch here.
+            _rewind(validation, 0)
         done = loops["epoch_loop.batch_progress"]["current"]["processed"]
         epoch = loops["epoch_progress"]["current"]["processed"]
         if KEY not in checkpoint:

@@ -329,3 +329,32 @@ def test_a_window_that_was_cut_open_is_made_again(tmp_path: Path) -> None:
         expected = {f"train {e}": deal(e, 0, 1)[0] for e in range(epoch, 2)}
         expected[f"train {epoch}"] = expected[f"train {epoch}"][at - at % 3 :]
         assert seen == expected
+
+
+class FailsToValidate(Callback):
+    """Ends a run in the middle of a validation."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def on_validation_batch_end(self, *args: Any) -> None:
+        if args[-2] == 2:
+            raise KeyError("killed")
+
+    def on_exception(self, trainer: Trainer, module: Any, exception: BaseException) -> None:
+        trainer.save_checkpoint(self.file)
+
+
+def stop_in_validation(comm: Comm, file: Path) -> list[Any]:
+    options: Any = {"val_check_interval": 4, "max_epochs": 1}
+    with pytest.raises(KeyError, match="killed"):
+        fit(comm, (loader_of(0),), callbacks=[FailsToValidate(file)], **options)
+    return fit(comm, (loader_of(0),), checkpoint=file, **options).log_book
+
+
+def test_a_validation_that_was_cut_short_is_run_from_its_start(tmp_path: Path) -> None:
+    (log,) = run_ranks(1, stop_in_validation, tmp_path / "cut.ckpt")
+    told = [entry[:3] for entry in log if entry[0] != "rate"]
+    validation = [("validate", 0, batch) for batch in range(4)]
+    steps = [("train", 0, batch) for batch in range(13)]
+    assert told == [*validation, *steps[4:8], *validation, *steps[8:12], *validation, steps[12]]
