@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import os
 import sys
 from collections.abc import Sequence
 
@@ -32,4 +34,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def exit_with_status() -> None:
     """Run the command line and end the process with its status."""
-    sys.exit(main())
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal may not know all letters of the help
+    try:
+        status = main()
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Who reads the output has seen enough; nothing may be written to it at the end, either.
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  # open to the end
+        status = 1
+    sys.exit(status)

@@ -72,7 +72,16 @@ TailOption = Annotated[
     typer.Option(help="What happens at an uneven end; wins over --even-batches and drop_last."),
 ]
 
-PLAN_HELP = """Draw which rank reads which sample in which step.
+
+def _flowing(text: str) -> str:
+    """Put each paragraph on one line, for the terminal to break; examples stay as they are."""
+    paragraphs = text.strip().split("\n\n")
+    return "\n\n".join(
+        each if each.startswith(" ") else " ".join(each.split()) for each in paragraphs
+    )
+
+
+PLAN_HELP = _flowing("""Draw which rank reads which sample in which step.
 
 Padding is marked with +, what is dropped with x. Of a large epoch the first and last ranks and
 steps are shown; it is drawn by formula, so any size is there at once.
@@ -81,20 +90,24 @@ Examples, each can be pasted:
 
     shardplug plan --samples 103 --batch-size 8 --world-size 4
 
-    shardplug plan --samples 103 --batch-size 8 --world-size 4 --tail exact --shuffle 7
+    shardplug plan --samples 103 --batch-size 8 --world-size 4 --shuffle 7
 
-    shardplug plan --samples 24 --batch-size 2 --world-size 2 --resume-at 2 --new-world-size 3
+    shardplug plan -n 24 -b 2 -w 2 --resume-at 2 --new-world-size 3
 
-    shardplug plan --samples 1000000000000 --batch-size 32 --world-size 100000 --json
-"""
+    shardplug plan --samples 1000000000000 --batch-size 32 --world-size 99999
+""")
 
 
 @app.command("plan", help=PLAN_HELP)
 def plan_command(
     *,
-    samples: Annotated[int, typer.Option(help="Samples in an epoch.")],
-    batch_size: Annotated[int, typer.Option(help="Batch size, as the loader has it.")],
-    world_size: Annotated[int, typer.Option(help="Number of ranks that share the data.")],
+    samples: Annotated[int, typer.Option("--samples", "-n", help="Samples in an epoch.")],
+    batch_size: Annotated[
+        int, typer.Option("--batch-size", "-b", help="Batch size, as the loader has it.")
+    ],
+    world_size: Annotated[
+        int, typer.Option("--world-size", "-w", help="Number of ranks that share the data.")
+    ],
     split_batches: SplitOption = False,
     even_batches: EvenOption = True,
     tail: TailOption = None,
@@ -148,7 +161,7 @@ def plan_command(
         draw(Console(highlight=False), legs, numbering, reader)
 
 
-CHECK_HELP = f"""Try a loader out on many simulated ranks, in this one process.
+CHECK_HELP = _flowing(f"""Try a loader out on many simulated ranks, in this one process.
 
 TARGET is MODULE:FACTORY or path/to/file.py:FACTORY. FACTORY is a function of yours that returns a
 DataLoader, or a class or function that gives a LightningDataModule. It is called once for each
@@ -168,17 +181,19 @@ Examples, each can be pasted:
 
     shardplug check shardplug.cli.samples:shuffled --world-size 4
 
-    shardplug check shardplug.cli.samples:shuffled --world-size 4 --split-batches --tail exact
+    shardplug check shardplug.cli.samples:shuffled --world-size 4 --tail exact
 
     shardplug check shardplug.cli.samples:unsharded --world-size 4 --as-is
-"""
+""")
 
 
 @app.command("check", help=CHECK_HELP)
 def check_command(
     *,
     target: Annotated[str, typer.Argument(metavar="TARGET", help="MODULE:FACTORY.")],
-    world_size: Annotated[int, typer.Option(help="Number of ranks to simulate.")],
+    world_size: Annotated[
+        int, typer.Option("--world-size", "-w", help="Number of ranks to simulate.")
+    ],
     epochs: Annotated[int, typer.Option(help="Passes over the loader.")] = 2,
     split_batches: SplitOption = False,
     even_batches: EvenOption = True,

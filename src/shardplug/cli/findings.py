@@ -18,7 +18,7 @@ from torch.utils.data import (
 from shardplug.cli.refusal import one_line
 from shardplug.cli.tracing import CONTENT, DRAWS, ID, WORKER
 from shardplug.cli.trial import Conditions, Trial
-from shardplug.errors import CommError
+from shardplug.errors import CommError, ShardplugError
 from shardplug.samplers import known_length, nested_samplers
 
 KINDS = {
@@ -144,6 +144,11 @@ class _Judge:
             is_order = "order" in reason.split(" of ")[0] or "fingerprint" in reason
             kind = "different-order" if is_order else "different-data"
             return Finding(kind, f"{reason}.", remedy or "Build the same loader on every rank.")
+        if isinstance(failure, ShardplugError):
+            # Ours say what to do in their last sentence.
+            reason, _, remedy = " ".join(str(failure).split()).removesuffix(".").rpartition(". ")
+            kind = "wrong-length" if "length says" in reason else "raises"
+            return Finding(kind, f"{reason}.", f"{remedy}.")
         where = next((n for n in getattr(failure, "__notes__", []) if "Raised on rank" in n), "")
         seen = max((log.num_steps for logs in self.trial.logs for log in logs[-1:]), default=0)
         return Finding(

@@ -35,6 +35,8 @@ FAULTS = [
     ("same_each_epoch", "", "equal-epochs", "Let the sampler follow set_epoch"),
     ("distributed", "--as-is --no-set-epoch", "equal-epochs", "Call set_epoch(epoch)"),
     ("too_long", "--as-is --world-size 1", "wrong-length", "is 12 on rank 0, but epoch 0 has 8"),
+    ("too_long", "", "wrong-length", "do Correct its __len__, or remove it."),
+    ("lying_stream", "", "wrong-length", "got an end after 12 steps instead of 24."),
     ("lying_stream", "--as-is --world-size 1", "wrong-length", "is 24 on rank 0"),
     ("uneven", "--as-is --world-size 5", "uneven-steps", "rank 0 takes 3 steps in epoch 0"),
     ("uneven_stream", "--as-is", "uneven-steps", "rank 0 takes 4 steps in epoch 0, rank 2 only 3"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import re
 import shlex
 import subprocess
@@ -67,6 +68,10 @@ def test_what_the_readme_shows_is_what_is_printed(capsys: pytest.CaptureFixture[
     assert lines[: len(expected.splitlines())] == expected.splitlines()
 
 
+def test_examples_fit_a_narrow_terminal_on_one_line() -> None:
+    assert max(map(len, EXAMPLES)) <= 74
+
+
 def test_there_are_examples_of_both() -> None:
     assert {line.split()[1] for line in EXAMPLES} == {"plan", "check"}
     assert len(EXAMPLES) >= 7
@@ -105,6 +110,25 @@ def test_it_runs_as_a_module() -> None:
     )
     expected = "shardplug: `--world-size` must be at least 1, got 0.\n"
     assert (done.returncode, done.stdout, done.stderr) == (2, "", expected)
+
+
+@pytest.mark.slow
+def test_a_reader_that_has_seen_enough_and_letters_that_are_not_there_do_no_harm() -> None:
+    for line, words in (("plan --help", b"Usage"), ("plan --json", b"{")):
+        size = [] if "help" in line else ["-n", "99999", "-b", "2", "-w", "99"]
+        with subprocess.Popen(
+            [sys.executable, "-m", "shardplug.cli", *line.split(), *size],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            cwd=ROOT,
+            env={**os.environ, "PYTHONIOENCODING": "ascii"},
+        ) as process:
+            assert process.stdout is not None
+            assert process.stderr is not None
+            seen = process.stdout.read(200)
+            process.stdout.close()
+            assert words in seen
+            assert process.stderr.read() == b""
 
 
 # -- without the extras --
