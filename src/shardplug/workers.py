@@ -8,7 +8,7 @@ batches; its answer is one message.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
 
@@ -139,12 +139,13 @@ class MapReader:
     keeps_state: bool = False
     _number: int | None = None
     _seed_sample: Callable[[int], None] | None = None
+    _preserved: rng.PreservedCpu = field(default_factory=rng.PreservedCpu)
 
     def __getitem__(self, task: MapTask) -> Message:
         """Make the batches of one task; what is raised ends it."""
         if self.seeding.for_samples is None or get_worker_info() is not None:
             return self._answer(task)
-        with rng.preserved_cpu():
+        with self._preserved:
             return self._answer(task)
 
     def _answer(self, task: MapTask) -> Message:
@@ -237,12 +238,13 @@ class StreamReader:
     _number: int | None = None
     _stream: OpenStream | None = None
     _step: int = 0
+    _preserved: rng.PreservedCpu = field(default_factory=rng.PreservedCpu)
 
     def __getitem__(self, task: StreamTask) -> Message:
         """Make the batches of one task, fewer if the stream ends; what is raised ends it."""
         if self.seeding.for_samples is None or get_worker_info() is not None:
             return self._answer(task)
-        with rng.preserved_cpu():
+        with self._preserved:
             return self._answer(task)
 
     def _answer(self, task: StreamTask) -> Message:

@@ -235,3 +235,31 @@ def test_an_accelerator_with_one_generator(monkeypatch: pytest.MonkeyPatch) -> N
     assert states["accelerator"] == [5]
     rng.restore_process({**states, "accelerator": [6]})
     assert kept[0] == 6
+
+
+def _draws() -> tuple[float, ...]:
+    numpy = float(np.random.rand()), float(np.random.randn())
+    return torch.rand(()).item(), random.random(), random.gauss(0, 1), *numpy
+
+
+@pytest.mark.parametrize("has_store", [False, True])
+@pytest.mark.parametrize("has_address", [False, True])
+def test_generators_are_as_they_were_after_each_block(
+    monkeypatch: pytest.MonkeyPatch, has_store: bool, has_address: bool
+) -> None:
+    if not has_address:
+        monkeypatch.delattr(np.random, "get_bit_generator")  # as before numpy 1.24
+    if has_store:
+        np.random.randn()  # which leaves one more in store
+    start = rng.capture(["torch", "python", "numpy"])
+    due = [_draws() for _ in range(4)]
+    rng.restore(start)
+    preserved = rng.PreservedCpu()
+    for each in due:
+        for _ in range(2):  # the second time nobody has drawn in between
+            with preserved:
+                rng.seed_cpu(3)
+                np.random.randn(7)
+                random.gauss(0, 1)
+                torch.rand(9)
+        assert _draws() == each

@@ -177,7 +177,7 @@ class _TracedStream(_Traced, IterableDataset[Any]):
             probe = Probe(self.own_generators())
             # With random numbers that follow an item's place, copies of a stream that nobody
             # divides make equal items, and can be told for what they are.
-            with rng.preserved_cpu():
+            with rng.PreservedCpu():
                 rng.seed_cpu(mix_seed(number))
                 inner = Probe(())
                 value = next(items, _END)
@@ -309,7 +309,7 @@ class Probe:
 
 def _leads_to(make: Callable[[], Any], seed: int) -> list[Any]:
     """Read the states of the global generators after something was made from seeded ones."""
-    with rng.preserved_cpu():
+    with rng.PreservedCpu():
         rng.seed_cpu(seed)
         make()
         return Probe(()).states()

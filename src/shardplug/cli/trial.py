@@ -118,7 +118,7 @@ def try_out(
         Refusal: If the user's function fails.
         PlanError: If the loader cannot be prepared so.
     """
-    with rng.preserved_cpu(), warnings.catch_warnings(record=True) as caught:
+    with rng.PreservedCpu(), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         turns = _Turns(conditions)
         loaders = [
@@ -135,7 +135,7 @@ def try_out(
 
 def expected_tags(factory: Factory, conditions: Conditions) -> Tensor:
     """Read the data set of a single process from its start to its end, and return the tags."""
-    with rng.preserved_cpu(), warnings.catch_warnings(record=True):
+    with rng.PreservedCpu(), warnings.catch_warnings(record=True):
         warnings.simplefilter("always")
         turns = _Turns(conditions)
         loader = trace(turns.alone(0, factory, 0, 1))
