@@ -25,7 +25,6 @@ from shardplug.samplers import choose_tail
 
 app = typer.Typer(
     name="shardplug",
-    no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     help="See which rank reads which sample, when, and find out what is wrong with a loader.",
@@ -305,14 +304,14 @@ def run(arguments: Sequence[str]) -> int:
     """
     command = typer.main.get_command(app)
     try:
-        status = command.main(list(arguments), prog_name="shardplug", standalone_mode=False)
+        status = command.main(
+            list(arguments) or ["--help"], prog_name="shardplug", standalone_mode=False
+        )
     except typer.Abort:
         status = _STOPPED
     except (Refusal, ShardplugError) as error:
         return _refuse(str(error))
     except _CLICK_ERROR as error:
-        if not error.format_message():
-            return 0 if not arguments else 2  # the help has been printed
         return _refuse(f"{error.format_message().rstrip('.')}. See shardplug --help.")
     if status == _STOPPED:  # some versions of typer return it, others raise Abort
         return _refuse("stopped by Ctrl-C.", status=_STOPPED)

@@ -15,6 +15,7 @@ import random
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import count, islice
 from typing import Any, NamedTuple
 
@@ -43,6 +44,20 @@ NUM_COLUMNS, NUM_GLOBAL = 8, 3
 _MT19937_BYTES = 624 * 4 + 4
 """Its words, and the place in them."""
 _SEARCH_DEPTH, _SEARCH_WIDTH, _SEARCHES = 3, 64, 3
+
+
+GENERATORS = ("python", "torch", *(["numpy"] if np is not None else []))
+"""The global generators that are watched, and kept apart for each rank."""
+
+
+@contextmanager
+def kept_generators() -> Iterator[None]:
+    """Give the global generators their states back afterwards."""
+    states = rng.capture(GENERATORS)
+    try:
+        yield
+    finally:
+        rng.restore(states)
 
 
 class TracedBatch(NamedTuple):
@@ -177,7 +192,7 @@ class _TracedStream(_Traced, IterableDataset[Any]):
             probe = Probe(self.own_generators())
             # With random numbers that follow an item's place, copies of a stream that nobody
             # divides make equal items, and can be told for what they are.
-            with rng.PreservedCpu():
+            with kept_generators():
                 rng.seed_cpu(mix_seed(number))
                 inner = Probe(())
                 value = next(items, _END)
@@ -309,7 +324,7 @@ class Probe:
 
 def _leads_to(make: Callable[[], Any], seed: int) -> list[Any]:
     """Read the states of the global generators after something was made from seeded ones."""
-    with rng.PreservedCpu():
+    with kept_generators():
         rng.seed_cpu(seed)
         make()
         return Probe(()).states()

@@ -12,7 +12,6 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from itertools import islice
 from typing import Any, TypeVar, cast, final
 
@@ -22,7 +21,13 @@ from torch.utils.data import DataLoader
 
 from shardplug import rng
 from shardplug.cli.targets import Factory
-from shardplug.cli.tracing import NUM_COLUMNS, TracedBatch, trace
+from shardplug.cli.tracing import (
+    GENERATORS,
+    NUM_COLUMNS,
+    TracedBatch,
+    kept_generators,
+    trace,
+)
 from shardplug.dispatch import DataLoaderDispatcher
 from shardplug.errors import PlanError
 from shardplug.plan.order import mix_seed
@@ -36,7 +41,6 @@ T = TypeVar("T")
 Tell = Callable[[int, "int | None"], None]
 
 _A_DAY_S = 86400.0
-_KINDS = ("python", "torch", *(["numpy"] if find_spec("numpy") else []))
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +122,7 @@ def try_out(
         Refusal: If the user's function fails.
         PlanError: If the loader cannot be prepared so.
     """
-    with rng.PreservedCpu(), warnings.catch_warnings(record=True) as caught:
+    with kept_generators(), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         turns = _Turns(conditions)
         loaders = [
@@ -135,7 +139,7 @@ def try_out(
 
 def expected_tags(factory: Factory, conditions: Conditions) -> Tensor:
     """Read the data set of a single process from its start to its end, and return the tags."""
-    with rng.PreservedCpu(), warnings.catch_warnings(record=True):
+    with kept_generators(), warnings.catch_warnings(record=True):
         warnings.simplefilter("always")
         turns = _Turns(conditions)
         loader = trace(turns.alone(0, factory, 0, 1))
@@ -258,7 +262,7 @@ class _Turns:
         self._free: set[int] = set()
         for rank in range(conditions.world_size):
             rng.seed_cpu(mix_seed(0 if conditions.same_seed else rank))
-            self._states.append(rng.capture(_KINDS))
+            self._states.append(rng.capture(GENERATORS))
 
     def alone(self, rank: int, call: Callable[..., T], *args: Any) -> T:
         """Call something as a rank."""
@@ -283,7 +287,7 @@ class _Turns:
     def end(self, rank: int) -> None:
         """Let another rank have its turn."""
         if rank not in self._free:
-            self._states[rank] = rng.capture(_KINDS)
+            self._states[rank] = rng.capture(GENERATORS)
             self._lock.release()
 
     def leave(self, rank: int) -> None:

@@ -113,22 +113,35 @@ def test_it_runs_as_a_module() -> None:
 
 
 @pytest.mark.slow
-def test_a_reader_that_has_seen_enough_and_letters_that_are_not_there_do_no_harm() -> None:
-    for line, words in (("plan --help", b"Usage"), ("plan --json", b"{")):
-        size = [] if "help" in line else ["-n", "99999", "-b", "2", "-w", "99"]
-        with subprocess.Popen(
-            [sys.executable, "-m", "shardplug.cli", *line.split(), *size],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            cwd=ROOT,
-            env={**os.environ, "PYTHONIOENCODING": "ascii"},
-        ) as process:
-            assert process.stdout is not None
-            assert process.stderr is not None
-            seen = process.stdout.read(200)
-            process.stdout.close()
-            assert words in seen
-            assert process.stderr.read() == b""
+def test_a_reader_that_has_seen_enough_does_no_harm() -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    try:
+        done = run_program("plan -n 99999 -b 2 -w 99 --json", stdout=writing)
+    finally:
+        os.close(writing)
+    assert (done.returncode, done.stderr) == (1, b"")
+
+
+@pytest.mark.slow
+def test_letters_that_a_terminal_does_not_know_do_no_harm() -> None:
+    done = run_program("check --help", stdout=subprocess.PIPE)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert done.stdout.isascii()
+    assert b"Usage: shardplug check" in done.stdout
+
+
+def run_program(line: str, stdout: int) -> subprocess.CompletedProcess[bytes]:
+    """Run it as people do, in a terminal that knows ASCII only."""
+    return subprocess.run(
+        [sys.executable, "-m", "shardplug.cli", *line.split()],
+        stdout=stdout,
+        stderr=subprocess.PIPE,
+        check=False,
+        timeout=50,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONIOENCODING": "ascii", "COLUMNS": "80"},
+    )
 
 
 # -- without the extras --
