@@ -10,7 +10,9 @@ from shardplug.cli.outline import Cell, Leg, Numbering, ends
 from shardplug.cli.refusal import Refusal, one_line
 
 _MOST_RANKS, _MOST_STEPS = 16, 12
-_CELL_WIDTH, _CELL_HEIGHT = 1.3, 0.42  # inches
+_CELL_HEIGHT, _LETTER_WIDTH = 0.42, 0.055  # inches
+_LETTERS = 18
+"""Letters that a line in a box has place for at least."""
 _PADDED, _DROPPED = "#f2c14e", "#d1495b"
 
 
@@ -36,7 +38,9 @@ def save_picture(path: Path, legs: list[Leg], numbering: Numbering) -> None:
     steps = [shown_steps(leg, _MOST_STEPS) for leg in legs]
     ranks = [ends(leg.world_size, _MOST_RANKS) for leg in legs]
     height = _CELL_HEIGHT * sum(map(len, ranks)) + 1.1 * len(legs) + 0.5
-    width = max(6.0, _CELL_WIDTH * max(map(len, steps)) + 1.2)
+    letters = max(_LETTERS, len(str(legs[0].plan.num_samples)) + 6)
+    cell_width = 0.3 + _LETTER_WIDTH * letters
+    width = max(6.0, cell_width * max(map(len, steps)) + 1.2)
     # A figure of its own: pyplot would keep it, and choose a window system.
     figure = Figure(figsize=(width, height), layout="constrained")
     axes = figure.subplots(len(legs), squeeze=False, height_ratios=[len(each) for each in ranks])
@@ -98,15 +102,20 @@ def _draw_cell(ax: Any, column: int, row: int, cell: Cell, numbering: Numbering)
             box = Rectangle((column + real, row), 1 - real, 1, facecolor=_PADDED, hatch="//")
             box.set(**look)
             ax.add_patch(box)
-    text = " ".join(_fitting(tokens(cell, numbering, most=3)))
+    text = _fitting(tokens(cell, numbering, most=3))
     backing = {"facecolor": "white", "alpha": 0.7, "edgecolor": "none", "pad": 0.8}
     ax.text(column + 0.5, row + 0.5, text, ha="center", va="center", fontsize=6.5, bbox=backing)
 
 
-def _fitting(found: list[Token]) -> list[str]:
-    """Leave out what a box has no place for."""
+def _fitting(found: list[Token]) -> str:
+    """Write a cell's ids on one line; if they are too long, the first and the last on two."""
     texts = [token.text for token in found]
-    return texts if sum(map(len, texts)) <= 22 else [texts[0], "...", texts[-1]]
+    line = " ".join(texts)
+    if len(line) <= _LETTERS:
+        return line
+    if len(texts) == 1:
+        return line.replace("-", "-\n")
+    return f"{texts[0]} ...\n{texts[-1]}" if len(texts) > 2 else "\n".join(texts)
 
 
 def _add_legend(figure: Any, has_padding: bool, has_drops: bool) -> None:

@@ -341,6 +341,24 @@ def test_a_picture_marks_padding_and_drops(monkeypatch: pytest.MonkeyPatch, tmp_
     assert {"x6-7", "x8-9", "x10"} <= set(texts[1])
 
 
+def test_long_ids_do_not_leave_their_boxes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from matplotlib.figure import Figure
+
+    saved: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *args, **kwargs: saved.append(figure))
+    for order in ("", "--shuffle 1"):
+        line = f"plan -n 1000000000001 -b 3 -w 100000 {order} --plot {tmp_path}/a.png"
+        assert main(line.split()) == 0
+    for figure in saved:
+        figure.canvas.draw()
+        axes = figure.axes[0]
+        box = axes.patches[0].get_window_extent()
+        assert len(axes.texts) > 100
+        for text in axes.texts:
+            extent = text.get_window_extent()
+            assert (extent.width < box.width, extent.height < box.height) == (True, True)
+
+
 # -- what cannot be done --
 
 BAD = [
