@@ -196,7 +196,7 @@ def test_lightning_exact_evaluation_tests_each_sample_once(tmp_path: Path) -> No
     assert found(r"mean over all ranks: (\S+)", text) == ("4.5",)
 
 
-ELASTIC = r"(\d) ranks, epoch (\d), rank (\d): \[([\d, ]+)\]"
+SEEN_BY_RANK = r"(\d) ranks, epoch (\d), rank (\d): \[([\d, ]+)\]"
 
 
 def test_lightning_elastic_resume_loses_no_sample(tmp_path: Path) -> None:
@@ -204,7 +204,7 @@ def test_lightning_elastic_resume_loses_no_sample(tmp_path: Path) -> None:
     text = run("lightning_elastic_resume.py", tmp_path)
     told = [
         (int(ranks), int(epoch), int(rank), [int(each) for each in batch.split(", ")])
-        for ranks, epoch, rank, batch in re.findall(ELASTIC, text)
+        for ranks, epoch, rank, batch in re.findall(SEEN_BY_RANK, text)
     ]
     before = [sample for ranks, _, _, batch in told if ranks == 2 for sample in batch]
     assert len(before) == 8
