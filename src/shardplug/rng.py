@@ -33,13 +33,21 @@ def signed_seed(seed: int) -> int:
 def seed_cpu(seed: int) -> None:
     """Seed the CPU generators of torch, numpy (if installed) and python.
 
+    As ``random.seed``, ``torch.default_generator.manual_seed`` and ``np.random.seed`` do.
+
     Args:
         seed: In [0, 2^63); numpy, which takes 32 bits, gets the low ones.
     """
-    random.seed(seed)
+    _seed_python(seed)
+    _PYTHON.gauss_next = None
     torch.default_generator.manual_seed(seed)
     if np is not None:
         np.random.seed(seed & 0xFFFFFFFF)  # the global one is what users draw from
+
+
+# Asked before each sample, so without what random.seed does to take strings and the like.
+_PYTHON: Any = random.seed.__self__  # type: ignore[attr-defined]  # a bound method
+_seed_python = super(random.Random, _PYTHON).seed
 
 
 class PreservedCpu:

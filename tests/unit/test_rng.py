@@ -263,3 +263,14 @@ def test_generators_are_as_they_were_after_each_block(
                 random.gauss(0, 1)
                 torch.rand(9)
         assert _draws() == each
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2**32, 2**63 - 1])
+def test_it_seeds_as_each_of_them_is_seeded_by_hand(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.default_generator.manual_seed(seed)
+    due = _draws()
+    random.gauss(0, 1)  # leaves one more in store
+    rng.seed_cpu(seed)
+    assert _draws() == due

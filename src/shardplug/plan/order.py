@@ -137,11 +137,20 @@ class SampleSeeds:
     __slots__ = ("_state",)
 
     def __init__(self, seed: int, epoch: int) -> None:
-        self._state = _mix_in(_mix_in(_begin_mix(3), seed), epoch)
+        # With what a part of one limb adds.
+        self._state = _mix_in(_mix_in(_begin_mix(3), seed), epoch) + _GAMMA
 
     def __getitem__(self, position: int) -> int:
-        """Give the seed at a position of the epoch's global order, in [0, 2^63)."""
-        return _mix_in(self._state, position) >> 1
+        """Give the seed at a position of the epoch's global order, in [0, 2^63).
+
+        Args:
+            position: In [0, 2^63).
+        """
+        # `_finalise` once more: a call takes as long as all it does.
+        state = (self._state ^ position) & _MASK64
+        state = (state ^ state >> 30) * 0xBF58476D1CE4E5B9 & _MASK64
+        state = (state ^ state >> 27) * 0x94D049BB133111EB & _MASK64
+        return (state ^ state >> 31) >> 1
 
 
 class Round(NamedTuple):

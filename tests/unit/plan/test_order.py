@@ -301,3 +301,8 @@ def test_small_orders_are_random(num_samples: int) -> None:
     found = scores(torch.tensor(orders), num_samples)
     found["matrix"] = matrix_score(torch.tensor(orders))
     assert {name: score for name, score in found.items() if abs(score) >= 4} == {}
+
+
+@given(seeds, st.integers(0, 2**40), st.integers(0, 2**63 - 1))
+def test_seeds_of_samples_are_mixed_like_any(seed: int, epoch: int, position: int) -> None:
+    assert SampleSeeds(seed, epoch)[position] == mix_seed(seed, epoch, position)
