@@ -20,6 +20,7 @@ from shardplug.messages import (
     FAILURE,
     HEAD_BYTES,
     INLINE,
+    NUM_SLOTS,
     ROOM,
     SLOT,
     TAKEN,
@@ -72,7 +73,8 @@ class Inbox:
         self._is_interrupted = self._is_closed = False
         self._description: Description | None = None
         self._values = b""
-        self._slot: mmap.mmap | None = None
+        self._slots: list[mmap.mmap | None] = [None] * NUM_SLOTS
+        self._turn = 0
         self._thread = threading.Thread(target=self._run, name="shardplug-receive", daemon=True)
         self._thread.start()
 
@@ -150,7 +152,7 @@ class Inbox:
                 self._end = error
                 self._changed.notify_all()
         finally:
-            self._slot = None
+            self._slots = [None] * NUM_SLOTS
             self._connection.close()
 
     def _wait_for_room(self) -> bool:
@@ -178,8 +180,10 @@ class Inbox:
         assert self._description is not None  # the first parcel brings one
         pieces = self._make_room(self._description)
         if head.kind == SLOT:
-            assert self._slot is not None  # the first such parcel brings one
-            self._description.take(pieces, self._slot)
+            slot = self._slots[self._turn]
+            assert slot is not None  # the first such parcel brings one
+            self._description.take(pieces, slot)
+            self._turn = (self._turn + 1) % NUM_SLOTS
         elif head.kind == INLINE:
             self._description.take(pieces, self._read(self._description.num_bytes))
         else:
@@ -220,8 +224,8 @@ class Inbox:
                 raise ConnectionError("the connection has ended")
             head = Head.unpack(data + self._read(HEAD_BYTES - len(data)))
             if descriptors:
-                self._slot = None  # before there is another
-                self._slot = map_memory(descriptors[0], head.slot_bytes)
+                self._slots[self._turn] = None  # before there is another
+                self._slots[self._turn] = map_memory(descriptors[0], head.slot_bytes)
         finally:
             for each in descriptors:
                 os.close(each)

@@ -10,6 +10,9 @@ from typing import NamedTuple
 from shardplug.errors import CommError
 
 INLINE, SLOT, STREAM, FAILURE = range(4)
+
+NUM_SLOTS = 2
+"""Pieces of memory that the reader shares with each rank of its host; they are used in turn."""
 """Where the pieces of a parcel are: behind the head in one block, in shared memory, or behind the
 head one by one. A failure has none."""
 

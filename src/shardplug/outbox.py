@@ -1,6 +1,8 @@
 """The end of a channel on the rank that reads: what goes out, to whom, and when there is room.
 
-A rank has room for a parcel once it has taken the one before it. What goes out by TCP piece by
+A rank of this host has room for a parcel once it has taken the one before the last: while it copies
+one out of its slot the next is written to the other. Any other rank has room once it has taken the
+one before. What goes out by TCP piece by
 piece waits until the receiver is reading: a connection that is full for long would be taken for one
 whose other side was cut off.
 """
@@ -23,6 +25,7 @@ from shardplug.errors import CommError
 from shardplug.messages import (
     FAILURE,
     INLINE,
+    NUM_SLOTS,
     ROOM,
     SLOT,
     STREAM,
@@ -64,11 +67,12 @@ class _Peer:
     num_rooms: int = 0  # messages that it has said it would read at once
     description: bytes = b""
     values: bytes = b""
-    slot: mmap.mmap | None = None
+    slots: list[mmap.mmap | None] = field(default_factory=lambda: [None] * NUM_SLOTS)
+    turn: int = 0  # which slot comes next
     is_gone: bool = False
 
     def has_room(self, wrapped: Wrapped) -> bool:
-        if self.num_untaken:
+        if self.num_untaken >= (NUM_SLOTS if self.is_local else 1):
             return False
         num_bytes = len(wrapped.description) + len(wrapped.values) + wrapped.num_bytes
         if self.is_local or num_bytes <= _INLINE_BYTES:
@@ -126,7 +130,7 @@ class _Peer:
             if each.descriptor is not None:
                 os.close(each.descriptor)
         self.outgoing.clear()
-        self.slot = None
+        self.slots = [None] * NUM_SLOTS
         self.connection.close()
 
     def _place(self, wrapped: Wrapped) -> tuple[int, int, int | None]:
@@ -136,22 +140,25 @@ class _Peer:
         if not self.shares_memory:
             return STREAM, 0, None
         slot_bytes, descriptor = 0, None
-        if self.slot is None or len(self.slot) < wrapped.num_bytes:
+        slot = self.slots[self.turn]
+        if slot is None or len(slot) < wrapped.num_bytes:
             # Some more than is needed: of ragged batches every other one is the largest so far.
             slot_bytes = wrapped.num_bytes + wrapped.num_bytes // 8
             descriptor = self._reserve(slot_bytes)
             if descriptor is None:
                 return STREAM, 0, None
-        assert self.slot is not None
-        wrapped.write(self.slot)
+            slot = self.slots[self.turn]
+        assert slot is not None
+        wrapped.write(slot)
+        self.turn = (self.turn + 1) % NUM_SLOTS
         return SLOT, slot_bytes, descriptor
 
     def _reserve(self, num_bytes: int) -> int | None:
-        self.slot = None  # before there is another
+        self.slots[self.turn] = None  # before there is another
         descriptor = None
         try:
             descriptor = reserve(num_bytes)
-            self.slot = map_memory(descriptor, num_bytes)
+            self.slots[self.turn] = map_memory(descriptor, num_bytes)
         except OSError as error:
             if descriptor is not None:
                 os.close(descriptor)
