@@ -50,7 +50,8 @@ class Channel:
         """Send every rank its parcel; on the reader only.
 
         Returns once the parcels are in shared memory or with the system. That waits for a rank
-        which has not yet taken the parcel before: each has at most two that it has not received.
+        which has not yet taken the parcel before (the one before that, where they go through shared
+        memory): each has at most two, or three, that it has not received.
 
         Args:
             parcels: By rank. The reader's own, and None, are not sent.

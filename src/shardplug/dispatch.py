@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader
 from shardplug import rng
 from shardplug.ahead import Ahead
 from shardplug.channel import Channel, InterruptError, open_channel
+from shardplug.collating import Collate, can_collate
 from shardplug.comm import agree, agree_on
 from shardplug.comm_torch import current_comm
 from shardplug.devices import move_batches
@@ -323,7 +324,15 @@ class _Source(DataLoaderShard):
         return super()._agree_on_pass() if begun is None else begun
 
     def _open(self, epoch: int, records: Records) -> Any:
-        made = super()._open(epoch, records)
+        inner = self._inner
+        own = inner.collate_fn
+        if not inner.num_workers and can_collate(own):
+            # A round is being made, and one batch of this rank's own is in use, one lies ready.
+            inner.__dict__["collate_fn"] = Collate(self.shard.count + 2)
+        try:
+            made = super()._open(epoch, records)
+        finally:
+            inner.__dict__["collate_fn"] = own
         if self._inner.num_workers:
             _watch_workers(made.torch_iterator)
         return made

@@ -1,7 +1,7 @@
 """The end of a channel on a rank that receives: a thread takes the next parcel while one is used.
 
-At most one parcel lies ready beside the one in use, each in memory of its own. So the slot that
-this rank shares with the reader is free for the parcel after it.
+At most one parcel lies ready beside the one in use, each in memory of its own. So a slot that this
+rank shares with the reader is free for a parcel after it.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """The end of a channel on the rank that reads: what goes out, to whom, and when there is room.
 
-A rank of this host has room for a parcel once it has taken the one before the last: while it copies
-one out of its slot the next is written to the other. Any other rank has room once it has taken the
-one before. What goes out by TCP piece by
-piece waits until the receiver is reading: a connection that is full for long would be taken for one
-whose other side was cut off.
+A rank has room for a parcel once it has taken the one before it; for one in shared memory, once it
+has taken the one before that: while it copies one out of its slot the next is written to the other.
+What goes out by TCP piece by piece waits until the receiver is reading: a connection that is full
+for long would be taken for one whose other side was cut off.
 """
 
 from __future__ import annotations
@@ -72,7 +71,8 @@ class _Peer:
     is_gone: bool = False
 
     def has_room(self, wrapped: Wrapped) -> bool:
-        if self.num_untaken >= (NUM_SLOTS if self.is_local else 1):
+        by_slot = self.shares_memory and wrapped.num_bytes > _INLINE_BYTES
+        if self.num_untaken >= (NUM_SLOTS if by_slot else 1):
             return False
         num_bytes = len(wrapped.description) + len(wrapped.values) + wrapped.num_bytes
         if self.is_local or num_bytes <= _INLINE_BYTES:

@@ -17,7 +17,8 @@ from typing import final
 import torch
 from torch import Tensor
 
-_SMALLEST_BYTES = 1 << 20  # below, the allocator does well enough
+SMALLEST_BYTES = 1 << 20
+"""Of a tensor that gets its memory here: below, the allocator does well enough."""
 _NUM_BATCHES = 2  # one in use, one that lies ready
 
 
@@ -28,13 +29,15 @@ class Spares:
     All calls are made with the lock of ``changed`` held, which is notified when memory gets free.
     """
 
-    def __init__(self, changed: threading.Condition) -> None:
+    def __init__(self, changed: threading.Condition, *, num_kept: int = _NUM_BATCHES) -> None:
         """Start without any.
 
         Args:
             changed: Its lock must be reentrant: a tensor may go at any time, in any thread.
+            num_kept: Batches whose memory is kept, in use or not; more is given back when let go.
         """
         self._changed = changed
+        self._num_kept = num_kept
         self._spare: list[mmap.mmap] = []
         self._used: dict[int, tuple[mmap.mmap, weakref.ref[memoryview]]] = {}
         self._num_made = 0
@@ -47,7 +50,7 @@ class Spares:
         Args:
             sizes: Of its tensors, in bytes.
         """
-        wanted = sum(size for size in sizes if size >= _SMALLEST_BYTES)
+        wanted = sum(size for size in sizes if size >= SMALLEST_BYTES)
         return self._used_bytes() + wanted <= self._num_batches * max(wanted, self._batch_bytes)
 
     def expect_more(self) -> None:
@@ -61,10 +64,10 @@ class Spares:
             kinds: Of each tensor, dtype and shape.
         """
         sizes = [math.prod(shape) * dtype.itemsize for dtype, shape in kinds]
-        self._batch_bytes = sum(size for size in sizes if size >= _SMALLEST_BYTES)
+        self._batch_bytes = sum(size for size in sizes if size >= SMALLEST_BYTES)
         return [
             torch.empty(shape, dtype=dtype)
-            if size < _SMALLEST_BYTES
+            if size < SMALLEST_BYTES
             else torch.frombuffer(self._take(size), dtype=dtype).view(shape)
             for (dtype, shape), size in zip(kinds, sizes, strict=True)
         ]
@@ -91,7 +94,7 @@ class Spares:
         with self._changed:
             memory, _ = self._used.pop(number)
             held = self._used_bytes() + sum(map(len, self._spare))
-            if held + len(memory) <= _NUM_BATCHES * self._batch_bytes:
+            if held + len(memory) <= self._num_kept * self._batch_bytes:
                 self._spare.append(memory)
             self._changed.notify_all()
 

@@ -376,11 +376,11 @@ def test_memory_is_reserved_once_for_parcels_that_do_not_grow(
     monkeypatch.setattr(outbox, "_INLINE_BYTES", 0)
     sizes = [100, 100, 50, 101, 1000, 1000]  # bytes; an eighth more is reserved
     passed([torch.zeros(size, dtype=torch.uint8) for size in sizes], WAYS["slot"])
-    assert reserved == [112, 1125]
+    assert reserved == [112, 112, 1125, 1125]  # two slots in turn
 
 
 @pytest.mark.parametrize("way_name", WAYS)
-def test_the_reader_is_never_more_than_two_parcels_ahead(
+def test_the_reader_is_never_far_ahead(
     way_name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     way = WAYS[way_name]
@@ -406,8 +406,10 @@ def test_the_reader_is_never_more_than_two_parcels_ahead(
         return ahead
 
     _, first, second = with_channel(body, 3, hosts=way.hosts)
-    assert first <= 2
-    assert second <= 2
+    # One lies ready; what is on the way fills the slots, where there are any.
+    most = 3 if way_name == "slot" else 2
+    assert first <= most
+    assert second <= most
 
 
 def test_whoever_keeps_every_batch_gets_them_all(way: Way) -> None:
