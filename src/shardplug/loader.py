@@ -116,19 +116,6 @@ class DataLoaderShard(PreparedLoader):
         )
         self._adopt(loader, seeded(whole_feed(loader, worker_split), settings.seed), settings)
 
-    @classmethod
-    def over(cls, loader: DataLoader[Any], feed: Feed, settings: Settings) -> DataLoaderShard:
-        """Make one around a clone of a user's loader, with the passes of a feed.
-
-        Args:
-            loader: The user's; it stays as it is.
-            feed: Begins the passes.
-            settings: What else is to be done.
-        """
-        made = cls.__new__(cls)
-        made._adopt(loader, feed, settings)  # noqa: SLF001  # an object of this class
-        return made
-
     # -- passes ------------------------------------------------------------------------------
 
     def _kinds_to_sync(self) -> list[str]:

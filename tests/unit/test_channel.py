@@ -380,9 +380,7 @@ def test_memory_is_reserved_once_for_parcels_that_do_not_grow(
 
 
 @pytest.mark.parametrize("way_name", WAYS)
-def test_the_reader_is_never_far_ahead(
-    way_name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_reader_is_never_far_ahead(way_name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     way = WAYS[way_name]
     monkeypatch.setattr(outbox, "_INLINE_BYTES", way.inline_bytes)
     num_parcels = 100
