@@ -123,11 +123,6 @@ class Run:
         return self.start.epoch
 
     @property
-    def is_done(self) -> bool:
-        """Whether the last batch has been handed out."""
-        return 0 < self.step == self.record.num_steps
-
-    @property
     def cursor(self) -> Cursor:
         """Where the pass stands: after the last batch that was handed out."""
         return self.cursor_at(self.step)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Iterator, Sequence
-from itertools import chain, product
+from itertools import chain, product, zip_longest
 from typing import Any
 
 import pytest
@@ -383,3 +383,21 @@ def test_an_exact_end_with_too_few_rows_is_told() -> None:
             "`batch_sampler` must leave at least 3 rows, one a shard, for its last round with "
             'tail=\'exact\', got 2. Use fewer ranks, tail="pad" or tail="uneven".'
         )
+
+
+@pytest.mark.parametrize("start", [0, 3])
+@pytest.mark.parametrize("declared", [2, None])
+@pytest.mark.parametrize("tail", Tail)
+def test_several_shards_are_dealt_to_as_each_alone(
+    tail: Tail, declared: int | None, start: int
+) -> None:
+    for count, num_rows in product((1, 2, 3), (11, 12, 14)):
+        batches = [list(range(at, min(at + 2, num_rows))) for at in range(0, num_rows, 2)]
+        shards = Shard(0, count).all()
+        options: Any = {"batch_size": declared, "tail": tail, "start": start}
+        alone = [list(deal_batches(batches, shard=shard, **options)) for shard in shards]
+        together = list(deal_batches(batches, shard=shards[0], shards=shards, **options))
+        # Step by step, and in each by shard; the last ones may have none in the last step.
+        in_turn = [part for step in zip_longest(*alone) for part in step if part is not None]
+        assert together == in_turn
+        assert [list(part.positions) for part in together] == [part.rows for part in together]

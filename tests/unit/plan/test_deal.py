@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Iterator
-from itertools import islice, product
+from itertools import islice, product, zip_longest
 from typing import TypeVar
 
 import pytest
@@ -212,3 +212,18 @@ def test_what_the_stream_raises_comes_through() -> None:
     assert next(parts).rows == [0, 1]
     with pytest.raises(OSError, match="the disk is gone"):
         next(parts)
+
+
+@pytest.mark.parametrize("tail", Tail)
+def test_several_shards_are_dealt_to_as_each_alone(tail: Tail) -> None:
+    for count, num_items in product((1, 2, 3), (0, 5, 11, 12, 14)):
+        plans = [ShardPlan(None, 2, shard, tail=tail) for shard in Shard(0, count).all()]
+        if tail is Tail.EXACT and 0 < num_items < count:
+            continue
+        alone = [list(deal(range(num_items), plan)) for plan in plans]
+        shards = [plan.shard for plan in plans]
+        together = list(deal(range(num_items), plans[0], shards=shards))
+        # Step by step, and in each by shard; the last ones may have none in the last step.
+        in_turn = [part for step in zip_longest(*alone) for part in step if part is not None]
+        assert together == in_turn
+        assert [list(part.positions) for part in together] == [list(part.rows) for part in together]
