@@ -182,7 +182,7 @@ def open_channel(
     try:
         facts = agree(comm, state)
         agree(comm, reach)
-    except BaseException:
+    except BaseException:  # an interrupt too: no socket or thread may stay behind
         _give_up(listener, end)
         raise
     if listener is not None:
