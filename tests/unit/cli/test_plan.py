@@ -337,8 +337,37 @@ def test_a_picture_marks_padding_and_drops(monkeypatch: pytest.MonkeyPatch, tmp_
     assert sorted(map(str, padded)) == ["//", *["None"] * 6]
     assert sorted(map(str, dropped)) == ["None"] * 3 + ["xx"] * 3
     texts = [[text.get_text() for text in figure.axes[0].texts] for figure in saved]
-    assert "10 +0" in texts[0]
-    assert {"x6-7", "x8-9", "x10"} <= set(texts[1])
+    assert [text for text in texts[0] if text.startswith("+")] == ["+0"]
+    assert [text for text in texts[1] if text.startswith("x")] == ["x6", "x7", "x8", "x9", "x10"]
+
+
+def test_each_id_of_a_picture_stands_above_its_row(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from matplotlib.figure import Figure
+
+    saved: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *args, **kwargs: saved.append(figure))
+    line = f"plan -n 7 -b 2 -w 2 --resume-at 1 --new-world-size 1 --plot {tmp_path}/a.png"
+    assert main(line.split()) == 0
+    before, after = saved[0].axes
+    # Two boxes of rank 0 and 1; then the rest, of which the last batch has one row.
+    assert [text.get_text() for text in before.texts] == ["0", "1", "2", "3"]
+    assert [text.get_text() for text in after.texts] == ["4", "5", "6"]
+    assert before.get_xlim() == after.get_xlim() == (0, 2)
+    full, short = after.patches
+    assert short.get_bbox().width == pytest.approx(full.get_bbox().width / 2)
+    for text, box in zip(after.texts, (full, full, short), strict=True):
+        assert box.get_bbox().contains(*text.get_position())
+
+
+def test_a_plan_gives_the_same_picture_again_and_no_background(tmp_path: Path) -> None:
+    paths = [tmp_path / "one.svg", tmp_path / "two.svg"]
+    for path in paths:
+        assert main(f"plan -n 7 -b 2 -w 2 --plot {path}".split()) == 0
+    one, two = (path.read_text(encoding="utf-8") for path in paths)
+    assert one == two
+    assert one.count("fill: none") >= 2  # of the figure and of its grid
 
 
 def test_long_ids_do_not_leave_their_boxes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
