@@ -355,7 +355,8 @@ def test_each_id_of_a_picture_stands_above_its_row(
     assert [text.get_text() for text in before.texts] == ["0", "1", "2", "3"]
     assert [text.get_text() for text in after.texts] == ["4", "5", "6"]
     assert before.get_xlim() == after.get_xlim() == (0, 2)
-    full, short = after.patches
+    boxes: list[Any] = list(after.patches)
+    full, short = boxes
     assert short.get_bbox().width == pytest.approx(full.get_bbox().width / 2)
     for text, box in zip(after.texts, (full, full, short), strict=True):
         assert box.get_bbox().contains(*text.get_position())
