@@ -15,6 +15,7 @@ from shardplug.errors import (
     ShardplugWarning,
     StateError,
 )
+from shardplug.items import ready_batches
 from shardplug.loader import DataLoaderShard
 from shardplug.optimizer import ScalerAwareOptimizer
 from shardplug.plan.shard import Shard
@@ -61,6 +62,7 @@ __all__ = [
     "gather",
     "gather_for_metrics",
     "prepare_data_loader",
+    "ready_batches",
     "set_seed",
     "skip_first_batches",
     "slice_tensors",
