@@ -10,7 +10,7 @@ PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constrain
 # The build backend is installed beside torch, so that no build environment has to be filled.
 PROJECT := $(PIP) --no-build-isolation -e
 
-.PHONY: help demo test lint format bench clean
+.PHONY: help demo test lint format bench docs docs-serve clean
 
 help:
 	@echo "make demo    train a small model, kill it, go on with more ranks, and show who saw what"
@@ -18,6 +18,7 @@ help:
 	@echo "make lint    check format, rules, types and layers"
 	@echo "make format  format the code"
 	@echo "make bench   run the benchmarks; ARGS goes to them"
+	@echo "make docs    build the documentation into site/; make docs-serve shows it while you write"
 	@echo "make clean   remove the virtual environment and every cache"
 
 demo: $(STAMPS)/demo
@@ -42,8 +43,15 @@ format: $(STAMPS)/lint
 bench: $(STAMPS)/bench
 	@$(BIN)/python -m benchmarks $(ARGS)
 
+docs: $(STAMPS)/docs
+	@$(BIN)/mkdocs build --strict --quiet
+	@echo "The documentation is in site/; start with site/index.html"
+
+docs-serve: $(STAMPS)/docs
+	@$(BIN)/mkdocs serve --strict
+
 clean:
-	rm -rf $(VENV) build dist .coverage .coverage.* htmlcov
+	rm -rf $(VENV) build dist site .coverage .coverage.* htmlcov
 	rm -rf .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
@@ -69,9 +77,14 @@ $(STAMPS)/test: $(STAMPS)/torch
 $(STAMPS)/lint: $(STAMPS)/torch
 	@echo "Installing shardplug with what lint and tests need"
 	@$(PROJECT) '.[lint]'
-	@touch $@ $(STAMPS)/test $(STAMPS)/demo
+	@touch $@ $(STAMPS)/test $(STAMPS)/demo $(STAMPS)/docs
 
 $(STAMPS)/bench: $(STAMPS)/torch
 	@echo "Installing shardplug with what the benchmarks need"
 	@$(PROJECT) '.[bench]'
+	@touch $@
+
+$(STAMPS)/docs: $(STAMPS)/torch
+	@echo "Installing shardplug with what the documentation needs"
+	@$(PROJECT) '.[docs]'
 	@touch $@

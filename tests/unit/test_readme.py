@@ -3,31 +3,28 @@
 from __future__ import annotations
 
 import doctest
-import importlib
-import os
 import re
-import warnings
 from collections import Counter
-from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torch.utils.data import DistributedSampler
 
-from shardplug import Comm, ShardplugWarning
+from tests.blocks import (
+    check_reads,
+    need,
+    of_a_plain_loop,
+    of_ignite,
+    of_lightning,
+    run_block,
+    run_block_as_launched,
+)
 from tests.launch import run_processes
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-
-NUM_TRAIN, NUM_VAL = (
-    16,
-    5,
-)  # the first divides by two ranks with batches of two, the second does not
 
 
 def python_blocks() -> dict[str, str]:
@@ -39,111 +36,6 @@ def python_blocks() -> dict[str, str]:
         assert len(found) <= 1, f"two blocks under {heading!r}"
         blocks.update((heading, block) for block in found)
     return blocks
-
-
-# What a reader brings along: data sets that note what is read, and what is done with it.
-
-
-class Noting(Dataset[tuple[Tensor, Tensor]]):
-    def __init__(self, num_samples: int) -> None:
-        self.num_samples = num_samples
-        self.read: list[int] = []
-
-    def __len__(self) -> int:
-        return self.num_samples
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        self.read.append(index)
-        return torch.full((3,), float(index)), torch.tensor(index % 2)
-
-
-def of_a_plain_loop() -> dict[str, Any]:
-    model = nn.Linear(3, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return {
-        "model": model,
-        "optimizer": optimizer,
-        "scheduler": torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=8),
-        "loss_of": nn.functional.cross_entropy,
-        "count_right_answers": lambda outputs, labels: None,
-    }
-
-
-def of_ignite() -> dict[str, Any]:
-    from ignite.engine import Engine
-
-    return {
-        "trainer": Engine(lambda engine, batch: None),
-        "evaluator": Engine(lambda engine, batch: None),
-    }
-
-
-def of_lightning() -> dict[str, Any]:
-    from lightning.pytorch import LightningModule
-
-    class Classifier(LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(3, 2)
-
-        def training_step(self, batch: tuple[Tensor, Tensor]) -> Tensor:
-            return nn.functional.cross_entropy(self.layer(batch[0]), batch[1])
-
-        def validation_step(self, batch: tuple[Tensor, Tensor]) -> None:
-            pass
-
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            return torch.optim.SGD(self.parameters(), lr=0.1)
-
-    return {"model": Classifier()}
-
-
-def run_block(
-    comm: Comm, block: str, bring: Callable[[], dict[str, Any]]
-) -> tuple[list[int], list[int]]:
-    """What this rank reads of the data to train and to validate on when a block runs."""
-    warnings.simplefilter("default")  # frameworks give advice
-    warnings.simplefilter("error", ShardplugWarning)
-    train_set, val_set = Noting(NUM_TRAIN), Noting(NUM_VAL)
-    scope = {
-        "train_loader": DataLoader(train_set, batch_size=2, shuffle=True),
-        "val_loader": DataLoader(val_set, batch_size=2),
-        **bring(),
-    }
-    exec(compile(block, "README.md", "exec"), scope)
-    return train_set.read, val_set.read
-
-
-def run_block_as_launched(
-    comm: Comm, block: str, bring: Callable[[], dict[str, Any]]
-) -> tuple[list[int], list[int]]:
-    """The same where a framework is to believe that torchrun has started this rank."""
-    rank, world_size = str(comm.rank), str(comm.world_size)
-    os.environ.update(
-        TORCHELASTIC_RUN_ID="readme",
-        RANK=rank,
-        LOCAL_RANK=rank,
-        GROUP_RANK="0",
-        WORLD_SIZE=world_size,
-        LOCAL_WORLD_SIZE=world_size,
-    )
-    return run_block(comm, block, bring)
-
-
-def check_reads(by_rank: list[tuple[list[int], list[int]]], *, passes: tuple[int, int]) -> None:
-    """Each sample was read once in each pass, and the ranks shared the work."""
-    for place, size in enumerate((NUM_TRAIN, NUM_VAL)):
-        reads = [each[place] for each in by_rank]
-        assert Counter(chain.from_iterable(reads)) == dict.fromkeys(range(size), passes[place])
-        assert all(reads)
-
-
-def need(framework: str, extra: str) -> None:
-    """Skip without a framework, unless SHARDPLUG_NO_SKIP says that it must be there."""
-    if os.environ.get("SHARDPLUG_NO_SKIP"):
-        importlib.import_module(framework)
-    else:
-        pytest.importorskip(framework, reason=f"needs shardplug[{extra}]")
 
 
 @pytest.mark.slow
