@@ -220,19 +220,25 @@ class TrainingBook:
             return  # there are no loaders of this strategy's
         if trainer.current_epoch != self._epoch:
             self._begin_epoch(trainer, batch)
-        views, epoch = self._all_views(), self._epoch
-        ahead = 0 if self._ahead > 0 and trainer.is_last_batch else self._ahead
+        views, epoch, ahead = self._views, self._epoch, self._ahead
+        if ahead > 0 and trainer.is_last_batch:
+            ahead = 0
         if batch not in marks:
             marks[batch] = [view.spot(ahead + 1, epoch) for view in views]
         marks[batch + 1] = [view.spot(ahead, epoch) for view in views]
         if len(marks) > trainer.accumulate_grad_batches + 1:
-            window = batch - batch % trainer.accumulate_grad_batches
-            for old in [each for each in marks if each < window]:
-                del marks[old]
+            self._forget_before(batch - batch % trainer.accumulate_grad_batches)
+
+    def _forget_before(self, batch: int) -> None:
+        """Drop what no open window goes back to: nearly always one mark, the oldest."""
+        marks = self._marks
+        while (oldest := next(iter(marks))) < batch:
+            del marks[oldest]
 
     def _begin_epoch(self, trainer: Trainer, batch: int) -> None:
         self._marks.clear()
         self._epoch = trainer.current_epoch
+        self._all_views()  # loaders may have been made anew, which they are between epochs only
         # Where the end is not known, Lightning fetches one batch ahead to see it come.
         self._ahead = int(trainer.num_training_batches == math.inf)
         if _fetches_by_itself(trainer.lightning_module):

@@ -7,12 +7,14 @@ and advances the schedule all the same.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+_NOTHING = nullcontext()
 
 
 class RealSteps:
@@ -39,12 +41,12 @@ class RealSteps:
         """Tell how many steps of an optimizer were tried, and how many were made."""
         return self._counts.get(optimizer, (0, 0))
 
+    def watch(self, optimizer: torch.optim.Optimizer) -> AbstractContextManager[None]:
+        """Count the step that is tried within; nothing is asked of the device without a scaler."""
+        return _NOTHING if self._scaler is None else self._watch(optimizer)
+
     @contextmanager
-    def watch(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-        """Count the step that is tried within."""
-        if self._scaler is None:
-            yield
-            return
+    def _watch(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
         # Where a step is skipped the scale goes down. Hooks of the optimizer would not tell: a
         # fused one is called even then.
         before = self._scaler.get_scale()

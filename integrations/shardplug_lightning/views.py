@@ -108,13 +108,12 @@ class LoaderView(_Prepared):
             back: How many; below zero for steps that are still to come.
             epoch: Lightning's epoch.
         """
-        track = self._view_track
-        return Spot(
-            track.pass_number,
-            max(0, self.step + 1 - back),
-            None if self.has_pass else track.last,
-            track.ended is not None and track.ended[0] == epoch,
-        )
+        track, run, ended = self._view_track, self.run, self._view_track.ended
+        has_ended = ended is not None and ended[0] == epoch
+        step = 0 if run is None else run.step
+        if run is None or step == 0 or (run.was_left and not self.has_pass):
+            return Spot(track.pass_number, max(0, step - back), track.last, has_ended)
+        return Spot(track.pass_number, step - back if step > back else 0, None, has_ended)
 
     def state_of(self, spot: Spot) -> Mapping[str, Any]:
         """Tell the loader's state at a place in its latest pass, or in one that ran to its end."""
@@ -137,12 +136,14 @@ class LoaderView(_Prepared):
             return
         track.pass_number += 1
         track.last = None
+        run = None
         for batch in super().__iter__():
+            run = run or self.run
             if track.is_counting:
                 track.samples += self.valid_rows
                 track.repeats += self.num_rows - self.valid_rows
             yield batch
-            if self.end_of_dataloader:
+            if run is not None and run.step == run.record.num_steps:
                 self._settle(book)
         book.end(self)
 
