@@ -18,10 +18,17 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler
 
 from benchmarks.permutation import extra_mb
 from benchmarks.table import Row, at_least, at_most, median_interleaved, seconds, show
-from shardplug import BatchSamplerShard, PermutedSampler, TorchComm, prepare_data_loader
+from shardplug import (
+    BatchSamplerShard,
+    PermutedSampler,
+    ShardEngine,
+    TorchComm,
+    prepare_data_loader,
+)
 from shardplug.credit import Arrival, in_step
 from shardplug.plan.shard import Shard
 from shardplug.plan.split import ShardPlan, Split, Tail
+from shardplug.testing import Call, LockstepComm, run_ranks
 
 BATCH_SIZE = 32
 TIMES_FASTER = {1: 3.0, 8: 6.0, 64: 6.0, 1024: 6.0}  # by number of ranks
@@ -36,6 +43,7 @@ def rows() -> list[Row]:
         *loaders(),
         *messages(),
         *agreement(),
+        *epoch_start(),
         *many_ranks(),
     ]
 
@@ -208,6 +216,26 @@ def _agreement(rank: int, place: str, num_steps: int) -> tuple[float, float]:
     bare_s = median(seconds(lambda: drain(arrivals())) for _ in range(5))
     dist.destroy_process_group()
     return (ours_s - bare_s) / num_steps * 1e6, peer_s / num_steps * 1e6
+
+
+def epoch_start() -> list[Row]:
+    """Count the collectives of a whole second epoch that is shuffled by (seed, epoch)."""
+    calls = run_ranks(2, _epoch_start)[0]
+    what = "collectives of an epoch shuffled by (seed, epoch)"
+    sent = sum(call.num_bytes for call in calls)
+    return [
+        at_most(what, len(calls), 1, unit=""),
+        at_most("sent in it by each rank", sent, 1024, unit="B"),
+    ]
+
+
+def _epoch_start(comm: LockstepComm) -> list[Call]:
+    loader = DataLoader(Numbers(100 * BATCH_SIZE), BATCH_SIZE, shuffle=True)
+    prepared = ShardEngine(comm=comm, data_seed=0).prepare_loader(loader)
+    drain(prepared)
+    before = len(comm.calls)
+    drain(prepared)
+    return comm.calls[before:]
 
 
 def many_ranks() -> list[Row]:

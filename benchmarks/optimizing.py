@@ -12,7 +12,7 @@ from accelerate.scheduler import AcceleratedScheduler
 from accelerate.state import PartialState
 from torch.optim import lr_scheduler as schedules
 
-from benchmarks.table import Row, at_least, at_most, seconds, show
+from benchmarks.table import Row, at_least, at_most, fewer, seconds, show, to_know
 from shardplug.optimizer import ScalerAwareOptimizer
 from shardplug.scheduler import StepSyncedScheduler
 
@@ -56,7 +56,7 @@ def optimizer_step() -> list[Row]:
     added_us, peer_added_us = ours_us - quiet_us, peer_us - quiet_us
     what = "optimizer.step, added"
     return [
-        Row("optimizer.step, SGD of 2 parameters", step_us, None, "us", "", True),
+        to_know("optimizer.step, SGD of 2 parameters", step_us, unit="us"),
         at_least(what, added_us, peer_added_us, times=15, unit="us", name="Accelerate"),
     ]
 
@@ -90,7 +90,7 @@ def schedule_tick() -> list[Row]:
     added_us, peer_added_us = ours_with - ours_bare, peer_with - peer_bare
     what = "schedule.step, added"
     return [
-        Row("schedule.step, StepLR", peer_bare, None, "us", "", True),
+        to_know("schedule.step, StepLR", peer_bare, unit="us"),
         at_least(what, added_us, peer_added_us, times=2, unit="us", name="Accelerate"),
     ]
 
@@ -164,7 +164,7 @@ def in_turns(*runs: Callable[[], object], calls: int = 20, repeats: int = 501) -
     """
     taken = [
         [seconds(lambda: [run() for _ in range(calls)]) for run in runs]  # noqa: B023
-        for _ in range(repeats)
+        for _ in range(fewer(repeats))
     ]
     return [min(times) / calls * 1e6 for times in zip(*taken, strict=True)]
 

@@ -16,7 +16,16 @@ from accelerate.data_loader import BatchSamplerShard as PeerShard
 from grain._src.python.experimental.index_shuffle.python.index_shuffle_module import index_shuffle
 from torch.utils.data import BatchSampler, RandomSampler
 
-from benchmarks.table import Row, at_least, at_most, median_interleaved, seconds, show
+from benchmarks.table import (
+    Row,
+    at_least,
+    at_most,
+    fewer,
+    median_interleaved,
+    seconds,
+    show,
+    to_know,
+)
 from shardplug.permutation import TensorPermutation
 from shardplug.samplers import BatchSamplerShard, PermutedSampler
 from tests.unit.permutation_statistics import position_scores, serial_scores
@@ -46,8 +55,7 @@ def speed() -> list[Row]:
     by_size = per_index_ns()
     ratio = max(by_size.values()) / min(by_size.values())
     found += [
-        Row(f"index, n={name}", nanoseconds, None, "ns", "", True)
-        for name, nanoseconds in by_size.items()
+        to_know(f"index, n={name}", nanoseconds, unit="ns") for name, nanoseconds in by_size.items()
     ]
     found.append(at_most("index, slowest n / fastest n", ratio, 1.7, unit=""))
     few = 10_000
@@ -63,7 +71,7 @@ def speed() -> list[Row]:
 def per_index_ns(count: int = 10**6, repeats: int = 7) -> dict[str, float]:
     """Time a million indices, spread over the whole of each size, the sizes in turns."""
     taken: dict[str, list[float]] = {name: [] for name in SIZES}
-    for _ in range(repeats):
+    for _ in range(fewer(repeats)):
         for name, num_samples in SIZES.items():
             positions = torch.arange(count) * (num_samples // count)
             order = TensorPermutation(num_samples, 1)
@@ -125,7 +133,7 @@ def growth(repeats: int = 15, epochs_each: int = 20) -> float:
         run()
         return time.process_time() - start
 
-    return median(cpu_s(of_many) / cpu_s(of_one) for _ in range(repeats))
+    return median(cpu_s(of_many) / cpu_s(of_one) for _ in range(fewer(repeats)))
 
 
 def first_batches() -> list[Row]:
@@ -135,7 +143,7 @@ def first_batches() -> list[Row]:
         next(iter(make(num_samples, world_size)))
 
     def median_ms(*arguments: Any, repeats: int) -> float:
-        return 1e3 * median(seconds(partial(first, *arguments)) for _ in range(repeats))
+        return 1e3 * median(seconds(partial(first, *arguments)) for _ in range(fewer(repeats)))
 
     near = median_ms(our_shard, 10**7, 8, repeats=9)
     far = median_ms(our_shard, 10**12, 10**6, repeats=9)

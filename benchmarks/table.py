@@ -5,14 +5,18 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
+from typing import Any
 
-import torch
+from benchmarks.machine import describe
+
+QUICK = "SHARDPLUG_BENCHMARKS_QUICK"
+"""Set in the environment, where children find it too, it asks for fewer repeats."""
+HEAD = ("what", "ours", "peer", "peer/ours", "target", "met")
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,21 +25,23 @@ class Row:
 
     Attributes:
         what: What was measured.
-        ours: Our figure.
+        ours: Our figure; None if there is none, see ``note``.
         peer: The peer's, in the same unit; None if there is none to compare with.
         unit: Unit of both.
-        target: The rule that ``ours`` is to keep, in words.
+        target: The rule that ``ours`` is to keep, in words; empty if it is there to be known.
         met: Whether it does.
         name: Who the peer is.
+        note: What else there is to say, such as why there is no figure.
     """
 
     what: str
-    ours: float
+    ours: float | None
     peer: float | None
     unit: str
     target: str
     met: bool
     name: str = ""
+    note: str = ""
 
     @property
     def ratio(self) -> float | None:
@@ -58,11 +64,31 @@ def at_most(
     return Row(what, ours, peer, unit, f"≤ {limit:g} {unit}".rstrip(), ours <= limit, name)
 
 
+def to_know(what: str, ours: float, *, unit: str) -> Row:
+    """Make a row without a target."""
+    return Row(what, ours, None, unit, "", met=True)
+
+
+def without_figure(what: str, note: str) -> Row:
+    """Make a row for what could not be measured; it counts as missed."""
+    return Row(what, None, None, "", "a figure", met=False, note=note)
+
+
 def seconds(run: Callable[[], object]) -> float:
     """Time one run."""
     start = time.perf_counter()
     run()
     return time.perf_counter() - start
+
+
+def is_quick() -> bool:
+    """Tell whether a rough figure, soon, is asked for."""
+    return bool(os.environ.get(QUICK))
+
+
+def fewer(repeats: int) -> int:
+    """Tell how often to repeat what is repeated so often when there is time."""
+    return max(1, repeats // 4) if is_quick() else repeats
 
 
 def median_interleaved(
@@ -74,7 +100,7 @@ def median_interleaved(
         The median of each, in seconds.
     """
     ours_s, peer_s = [], []
-    for repeat in range(repeats):
+    for repeat in range(fewer(repeats)):
         if repeat % 2:
             peer_s.append(seconds(peer))
             ours_s.append(seconds(ours))
@@ -86,53 +112,71 @@ def median_interleaved(
 
 def print_table(rows: Iterable[Row]) -> None:
     """Print one line for each row, in columns."""
-    head = ("what", "ours", "peer", "peer/ours", "target", "met")
-    lines = [head, *(_cells(row) for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    for line in lines:
-        what, *rest, target, met = (
-            cell.ljust(width) if at in (0, 4) else cell.rjust(width)
-            for at, (cell, width) in enumerate(zip(line, widths, strict=True))
-        )
-        print("  ".join((what, *rest, target, met)))
+    for line in lines_of(rows):
+        print(line)
 
 
-def as_json(rows: Iterable[Row]) -> str:
-    """Write rows, and the machine they are from, as JSON."""
-    machine = {
-        "processor": platform.processor() or platform.machine(),
-        "cores": os.cpu_count(),
-        "system": platform.system(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-    }
-    return json.dumps(
-        {"machine": machine, "rows": [asdict(row) | {"ratio": row.ratio} for row in rows]}
-    )
+def lines_of(rows: Iterable[Row]) -> list[str]:
+    """Write one line for each row, in columns, below a line of their names."""
+    rows = list(rows)
+    table = [HEAD, *(cells(row) for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    is_left = (True, False, False, False, True, False)
+    written = []
+    for at, line in enumerate(table):
+        padded = [
+            cell.ljust(width) if left else cell.rjust(width)
+            for cell, width, left in zip(line, widths, is_left, strict=True)
+        ]
+        written.append("  ".join(padded).rstrip())
+        if at and rows[at - 1].note:
+            written.append(f"    {rows[at - 1].note}")
+    return written
 
 
-def write_json(rows: Iterable[Row], path: str | Path) -> None:
-    """Write rows, and the machine they are from, to a JSON file."""
-    Path(path).write_text(as_json(rows) + "\n", encoding="utf-8")
+def cells(row: Row) -> tuple[str, ...]:
+    """Write a row in words, one for each column."""
+    ratio = "" if row.ratio is None else f"{row.ratio:.3g}"
+    peer = f"{figure(row.peer, row.unit)} {row.name}".strip() if row.peer is not None else ""
+    met = "" if not row.target else "yes" if row.met else "NO"
+    return row.what, figure(row.ours, row.unit), peer, ratio, row.target, met
 
 
-def show(measure: Callable[[], Sequence[Row]]) -> None:
-    """Be the command line of one benchmark: measure, print a table, then JSON or a file of it."""
+def figure(value: float | None, unit: str) -> str:
+    """Write a figure to three digits, and thousands without an exponent."""
+    if value is None:
+        return ""
+    short = f"{value:.0f}" if 1000 <= abs(value) < 1e6 else f"{value:.3g}"
+    return f"{short} {unit}".rstrip()
+
+
+def as_json(rows: Iterable[Row], **more: Any) -> str:
+    """Write rows, the machine that they are from, and what else is given, as JSON."""
+    told = [asdict(row) | {"ratio": row.ratio} for row in rows]
+    return json.dumps({"machine": describe(), "rows": told, **more})
+
+
+def write_json(rows: Iterable[Row], path: str | Path, **more: Any) -> None:
+    """Write rows, the machine that they are from, and what else is given, to a JSON file."""
+    Path(path).write_text(as_json(rows, **more) + "\n", encoding="utf-8")
+
+
+def show(
+    measure: Callable[[], Sequence[Row]],
+    more: Callable[[], dict[str, Any]] = dict,
+) -> None:
+    """Be the command line of one benchmark: measure, print a table, then JSON or a file of it.
+
+    Args:
+        measure: Makes the rows.
+        more: Tells, after that, what else is to stand in the JSON.
+    """
     parser = argparse.ArgumentParser()
     parser.add_argument("--json", type=Path, metavar="PATH", help="write JSON there")
     arguments = parser.parse_args()
     rows = measure()
     print_table(rows)
     if arguments.json is None:
-        print(as_json(rows))
+        print(as_json(rows, **more()))
     else:
-        write_json(rows, arguments.json)
-
-
-def _cells(row: Row) -> tuple[str, ...]:
-    def figure(value: float | None) -> str:
-        return "" if value is None else f"{value:.3g} {row.unit}".rstrip()
-
-    ratio = "" if row.ratio is None else f"{row.ratio:.3g}"
-    peer = f"{figure(row.peer)} {row.name}".strip()
-    return row.what, figure(row.ours), peer, ratio, row.target, "yes" if row.met else "NO"
+        write_json(rows, arguments.json, **more())
