@@ -11,7 +11,9 @@ What a page shows is run in the order of the page, in a folder and a scope of it
 
 A comment right before a block says where it runs: ``<!-- runs on 2 ranks -->`` gives it ranks with
 a process group and a scope of their own, ``<!-- runs launched on 2 ranks -->`` those that torchrun
-would start. Names that a page takes for granted are brought by a function, its givens.
+would start, and ``<!-- runs in the tests of README.md -->`` says that the same block is there: it
+is compared with that, and not run again. Names that a page takes for granted are brought by a
+function, its givens.
 """
 
 from __future__ import annotations
@@ -48,7 +50,8 @@ ROOT = Path(__file__).parents[1]
 TIMEOUT_S = 150.0
 
 Scope = dict[str, Any]
-Givens = Callable[[], Scope]
+Givens = Callable[[str], Scope]
+"""Brings names that some code takes for granted."""
 
 _FENCE = re.compile(r"^(?P<indent> *)(?P<ticks>`{3,}) *(?P<language>[\w+-]*)(?P<rest>.*)$")
 _NOTE = re.compile(r"^\s*<!-- *(.+?) *-->\s*$")
@@ -68,6 +71,11 @@ class Block:
     note: str = ""
     follows: bool = False
     """Whether nothing but empty lines stands between it and the block before it."""
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether it is run where the tests of README.md are."""
+        return self.note == "runs in the tests of README.md"
 
     @property
     def place(self) -> str:
@@ -169,7 +177,7 @@ def of_lightning() -> Scope:
     return {"model": Classifier()}
 
 
-def run_block(comm: Comm, block: str, bring: Givens) -> tuple[list[int], list[int]]:
+def run_block(comm: Comm, block: str, bring: Callable[[], Scope]) -> tuple[list[int], list[int]]:
     """What this rank reads of the data to train and to validate on when a block runs."""
     warnings.simplefilter("default")  # frameworks give advice
     warnings.simplefilter("error", ShardplugWarning)
@@ -183,7 +191,9 @@ def run_block(comm: Comm, block: str, bring: Givens) -> tuple[list[int], list[in
     return train_set.read, val_set.read
 
 
-def run_block_as_launched(comm: Comm, block: str, bring: Givens) -> tuple[list[int], list[int]]:
+def run_block_as_launched(
+    comm: Comm, block: str, bring: Callable[[], Scope]
+) -> tuple[list[int], list[int]]:
     """The same where a framework is to believe that torchrun has started this rank."""
     set_variables(comm.rank, comm.world_size)
     return run_block(comm, block, bring)
@@ -239,7 +249,8 @@ class Reader:
 
     def read(self, blocks: Sequence[Block]) -> None:
         """Run the blocks of a page; the working directory has to be the folder."""
-        self.scope = {"__name__": "__main__", **self.bring()}
+        alone = [each.code for each in blocks if each.language == "python" and not each.note]
+        self.scope = {"__name__": "__main__", **self.bring("".join(alone))}
         with quiet_frameworks():
             for block in blocks:
                 try:
@@ -268,6 +279,9 @@ class Reader:
             raise BlockError(f"a block of kind {block.language or 'none'!r} that nothing can run")
 
     def run_python(self, block: Block) -> None:
+        if block.is_elsewhere:
+            assert block.code in [each.code for each in blocks_of(ROOT / "README.md")]
+            return
         ranks = _RANKS.fullmatch(block.note)
         if ranks:
             outputs = run_processes(
@@ -435,7 +449,7 @@ def run_source(comm: Comm, source: str, bring: Givens, port: int | None) -> str:
     if port is not None:
         be_launched(comm, port)
     with quiet_frameworks(), everything_printed() as printed:
-        exec(compile(source, "a block", "exec"), {"__name__": "__main__", **bring()})
+        exec(compile(source, "a block", "exec"), {"__name__": "__main__", **bring(source)})
     return printed[0]
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 from tests.blocks import Givens, Scope
 
 
-def nothing() -> Scope:
+def nothing(code: str) -> Scope:
     """Give a page no names."""
     return {}
 
 
 GIVENS: dict[str, Givens] = {}
-"""By page, as a path under docs/; what is given in English is given in other languages too."""
+"""By page, as a path under docs/: a function of the code that is to run. What is given
+in English is given in other languages too."""
 
 
 def givens_of(page: str) -> Givens:
