@@ -81,6 +81,7 @@ class Attachment:
         self._window = window
         self._stops = stops
         self._shards: ShardEngine | None = None
+        self._common_steps: int | None = None  # of a pass, where ranks may differ
         self._engine_state: Any = None
         # Where the run could go on from: iterations, epochs, iterations of the epoch under way; and
         # the state of the loader there. That is made when it is asked for where it can be: the
@@ -110,6 +111,7 @@ class Attachment:
         """List what is called at which event."""
         found: list[tuple[Events, _Handler]] = [
             (Events.STARTED, self.start),
+            (Events.EPOCH_STARTED, self._begin_epoch),
             # Where Engine.set_data() may have put another loader; both come before its next batch.
             (Events.GET_BATCH_STARTED, self._before_batch),
             (Events.DATALOADER_STOP_ITERATION, self._before_batch),
@@ -117,13 +119,13 @@ class Attachment:
         ]
         if not self._is_eval:
             found += [
-                (Events.EPOCH_STARTED, self._begin_epoch),
                 (Events.ITERATION_COMPLETED, self._commit),
                 (Events.TERMINATE_SINGLE_EPOCH, self._leave_epoch),
             ]
         if self._stops is not None:
             found += [(event, self._stops.agree) for event in _MEETINGS]
             found += [(event, self._stops.hold) for event in _BEFORE_STEP]
+            found.append((Events.ITERATION_COMPLETED, self._stops.end_iteration))
         return found
 
     def attach(self, engine: Engine, snapshot: Any) -> None:
@@ -156,7 +158,7 @@ class Attachment:
 
     def _arrange(self, engine: Engine) -> None:
         """Come first where the position is noted, last where others may ask for something."""
-        for event in (*_MEETINGS, *_BEFORE_STEP, Events.DATALOADER_STOP_ITERATION):
+        for event in _LAST:
             entries = _entries(engine, event)
             for handler in self._last():
                 place = _place(entries, handler)
@@ -174,7 +176,8 @@ class Attachment:
     def _last(self) -> tuple[_Handler, ...]:
         if self._stops is None:
             return (self._before_batch,)
-        return (self._before_batch, self._stops.hold, self._stops.agree)
+        stops = self._stops
+        return (self._before_batch, stops.hold, stops.end_iteration, stops.agree)
 
     # -- the start of a run ------------------------------------------------------------------
 
@@ -186,9 +189,11 @@ class Attachment:
         state, saved = engine.state, None if self._is_eval else self._host.saved()
         self._engine_state = state
         self._arrange(engine)
+        if self._stops is not None:
+            self._stops.begin_run()
         self._due, self._is_partial, self._is_between = None, False, False
         if state.dataloader is None:
-            self.loader = self._shards = None
+            self.loader = self._shards = self._common_steps = None
         else:
             self._take_data(engine, saved)
         if saved is not None:
@@ -205,7 +210,7 @@ class Attachment:
             loader.load_state_dict(saved.loader)
         elif self._is_eval or loader.epoch < state.epoch:
             loader.set_epoch(state.epoch)
-        steps = check_steps(
+        steps, self._common_steps = check_steps(
             state,
             loader,
             self._host.ranks(),
@@ -309,6 +314,16 @@ class Attachment:
     def _begin_epoch(self, engine: Engine) -> None:
         self._began = engine.state.iteration - self._first_iterations
         self._first_iterations = 0
+        self._tell_stops(engine)
+
+    def _tell_stops(self, engine: Engine) -> None:
+        """Tell up to which iteration of the epoch all ranks go together."""
+        if self._stops is not None:
+            state = engine.state
+            until = None if state.max_iters is None else state.max_iters - self._began
+            known = (self._common_steps, state.epoch_length, until)
+            last = min((each for each in known if each is not None), default=None)
+            self._stops.begin_epoch(self._began, last)
 
     def _before_batch(self, engine: Engine) -> None:
         """Shard a loader that was put in place of ours while a run goes on.
@@ -329,9 +344,10 @@ class Attachment:
     def _replace(self, engine: Engine, data: Any) -> None:
         state, is_ours = engine.state, isinstance(data, (DataLoaderShard, DataLoaderDispatcher))
         loader = self._use(data)
-        check_steps(  # set_data() keeps the length
+        _, self._common_steps = check_steps(  # set_data() keeps the length
             state, loader, self._host.ranks(), is_eval=self._is_eval, is_length_given=True
         )
+        self._tell_stops(engine)
         if not is_ours:
             engine.set_data(loader)
         self._stand_at((state.iteration, state.epoch - 1, state.iteration - self._began))
@@ -448,11 +464,10 @@ class Attachment:
 _MEETINGS = (
     Events.STARTED,
     Events.EPOCH_STARTED,
-    Events.ITERATION_COMPLETED,
     Events.TERMINATE_SINGLE_EPOCH,
     Events.EPOCH_COMPLETED,
 )
-"""Where ranks ask each other whether to stop: they all come there, at the same time."""
+"""Where ranks ask each other at once whether to stop: they all come there, and not often."""
 
 _BEFORE_STEP = (
     Events.GET_BATCH_STARTED,
@@ -461,6 +476,9 @@ _BEFORE_STEP = (
     Events.ITERATION_STARTED,
 )
 """Where to stop is put off to the end of the iteration."""
+
+_LAST = (*_MEETINGS, *_BEFORE_STEP, Events.ITERATION_COMPLETED)
+"""Where ours come after those that may ask for something."""
 
 _FIRST = (Events.ITERATION_COMPLETED, Events.TERMINATE_SINGLE_EPOCH, Events.EPOCH_COMPLETED)
 """Where the position is noted before anybody may save it."""

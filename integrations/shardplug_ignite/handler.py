@@ -24,9 +24,9 @@ from shardplug import (
     StateError,
     Tail,
     current_comm,
+    ready_batches,
 )
 from shardplug_ignite.attachment import Attachment, Prepared
-from shardplug_ignite.items import loader_over
 from shardplug_ignite.lengths import Loader
 from shardplug_ignite.positions import SavedRun, read_state
 from shardplug_ignite.progress import ShardProgress
@@ -91,8 +91,13 @@ class ShardHandler:
         gradient_accumulation_steps: Iterations of a window, where those that are a multiple of it
             end one, as in Ignite's trainers. None: a window ends when the optimizer steps, or, if
             that is not known, with each iteration.
-        agree_stop: Whether ranks ask each other at the end of each training iteration whether one
-            of them wants to stop. False: only if all ranks always ask for it together.
+        agree_stop: Whether ranks tell each other at the end of each iteration whether one of them
+            wants to stop (terminate, terminate_epoch, interrupt), so that all do at the end of the
+            same one. What all ask for together is done at once. Nobody waits for the word of the
+            others otherwise, so what only some ask for is done at the end of the following
+            iteration, or at once in the last one of an epoch. A number: they do so at the end of
+            each iteration that is a multiple of it, for steps of less than some milliseconds.
+            False: only if all ranks always ask for it together.
         split_batches: False: each rank gets whole batches, every n-th. True: each batch is cut and
             each rank gets its piece.
         even_batches: False: nothing is repeated and ranks may differ by a step, which is an error
@@ -141,7 +146,7 @@ class ShardHandler:
         *,
         mode: Literal["train", "eval"] = "train",
         gradient_accumulation_steps: int | None = None,
-        agree_stop: bool = True,
+        agree_stop: bool | int = True,
         split_batches: bool = False,
         even_batches: bool = True,
         tail: Literal["pad", "drop", "uneven", "exact"] | None = None,
@@ -170,7 +175,8 @@ class ShardHandler:
         self._prefers_exact = self._is_eval and even_batches and tail is None
         self._comm = comm
         self._window = gradient_accumulation_steps
-        self._agrees_on_stop = agree_stop and not self._is_eval
+        _check_agree_stop(agree_stop)
+        self._asks_every = int(agree_stop)
         self._engine_options: dict[str, Any] = {
             "split_batches": split_batches,
             "even_batches": even_batches,
@@ -271,13 +277,13 @@ class ShardHandler:
                 "resumed."
             )
         ranks = self.ranks()
-        is_alone = ranks.world_size == 1 or not self._agrees_on_stop
+        is_alone = ranks.world_size == 1 or not self._asks_every
         attachment = Attachment(
             self,
             is_eval=self._is_eval,
             steps=self._steps,
             window=self._window,
-            stops=None if is_alone else Stops(ranks),
+            stops=None if is_alone else Stops(ranks, self._asks_every),
         )
         attachment.attach(engine, snapshot)
         self._attachments[engine] = attachment
@@ -392,7 +398,7 @@ class ShardHandler:
         else:
             found = self._latest[1] if self._latest and self._latest[0] is data else None
         if found is None:
-            found = self._prepare(data if isinstance(data, DataLoader) else loader_over(data))
+            found = self._prepare(data if isinstance(data, DataLoader) else ready_batches(data))
             if isinstance(data, DataLoader):
                 self._prepared[data] = found
             else:
@@ -414,6 +420,16 @@ class ShardHandler:
     def _is_tick(self, engine: Engine, count: int) -> bool:  # Ignite's signature
         attachment = self._attachments.get(engine)
         return attachment is not None and attachment.is_tick(engine)
+
+
+def _check_agree_stop(agree_stop: Any) -> None:
+    if isinstance(agree_stop, bool):
+        return
+    if not isinstance(agree_stop, int) or agree_stop < 1:
+        raise PlanError(
+            "`agree_stop` must be true, false or a number of iterations of at least 1, got "
+            f"{agree_stop!r}."
+        )
 
 
 def _real_steps(optimizer: Any, lr_scheduler: Any, *, is_eval: bool) -> RealSteps | None:

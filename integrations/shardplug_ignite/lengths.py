@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from ignite.engine import State
 
@@ -14,6 +14,18 @@ _UNKNOWN = -1
 
 Loader = DataLoaderShard | DataLoaderDispatcher
 """A prepared loader."""
+
+
+class Steps(NamedTuple):
+    """How many steps a pass has.
+
+    Attributes:
+        own: On this rank; None if there is no telling.
+        common: That all ranks have, where some may have more; None where all have the same.
+    """
+
+    own: int | None
+    common: int | None
 
 
 def length_of(data: Any) -> int | None:
@@ -30,7 +42,7 @@ def length_of(data: Any) -> int | None:
 
 def check_steps(
     state: State, loader: Loader, ranks: Comm, *, is_eval: bool, is_length_given: bool
-) -> int | None:
+) -> Steps:
     """Refuse a run in which ranks would wait for each other for ever, or take no step.
 
     Collective: every rank must call it.
@@ -43,7 +55,7 @@ def check_steps(
         is_length_given: Whether the epoch length is the user's.
 
     Returns:
-        Steps of a pass on this rank; None if there is no telling.
+        The steps of a pass.
 
     Raises:
         PlanError: If it has to be refused.
@@ -57,25 +69,27 @@ def check_steps(
             'smaller batch size, fewer ranks, or tail="pad".'
         )
     is_open = steps is None and tail is Tail.UNEVEN and ranks.world_size > 1
-    if len(set(by_rank)) > 1 or is_open:
-        if is_eval:
-            _check_uneven_run(state, by_rank, is_length_given=is_length_given)
-        else:
-            raise PlanError(
-                "`tail` must let all ranks take the same number of steps to train, got "
-                f'{tail.value!r}, by which they take {_told(by_rank)}. Use tail="pad", '
-                '"drop" or "exact", or mode="eval" for an evaluator.'
-            )
-    return steps
+    if len(set(by_rank)) == 1 and not is_open:
+        return Steps(steps, None)
+    if not is_eval:
+        raise PlanError(
+            "`tail` must let all ranks take the same number of steps to train, got "
+            f'{tail.value!r}, by which they take {_told(by_rank)}. Use tail="pad", '
+            '"drop" or "exact", or mode="eval" for an evaluator.'
+        )
+    fewest = max(0, min(by_rank))
+    _check_uneven_run(state, by_rank, fewest, is_length_given=is_length_given)
+    return Steps(steps, fewest)
 
 
-def _check_uneven_run(state: State, by_rank: Sequence[int], *, is_length_given: bool) -> None:
+def _check_uneven_run(
+    state: State, by_rank: Sequence[int], fewest: int, *, is_length_given: bool
+) -> None:
     """Refuse an evaluation that would not end with each rank's pass, or before.
 
     Raises:
         PlanError: If some rank would have to begin a pass that others never begin.
     """
-    fewest = max(0, min(by_rank))
     if state.max_iters is not None:
         raise PlanError(
             f"`max_iters` must be left out where ranks take {_told(by_rank)}, got "

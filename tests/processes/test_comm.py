@@ -328,6 +328,79 @@ def _mix_with_collectives_of_the_user(comm: Comm) -> list[object]:
     return seen
 
 
+def _gather_meanwhile(comm: Comm) -> list[object]:
+    assert isinstance(comm, TorchComm)
+    seen: list[object] = []
+    for turn in range(3):
+        result = comm.begin_all_gather_ints((comm.rank, -turn))
+        seen.append(comm.broadcast_object("x" * 20_000, src=turn % 2)[:turn])
+        mine = torch.tensor([comm.rank + turn])
+        dist.all_reduce(mine)
+        seen += [mine.item(), result()]
+    # What begins on one rank may be waited for on another.
+    if comm.rank:
+        seen.append(comm.begin_all_gather_ints((7,))())
+    else:
+        seen.append(comm.all_gather_ints((7,)))
+    return seen
+
+
+def test_integers_are_gathered_while_other_things_are_done() -> None:
+    expected: list[object] = []
+    for turn in range(3):
+        expected += ["x" * turn, 1 + 2 * turn, [(0, -turn), (1, -turn)]]
+    expected.append([(7,), (7,)])
+    assert run_processes(2, _gather_meanwhile) == [expected] * 2
+
+
+def _begin_wrongly(comm: Comm) -> list[str]:
+    assert isinstance(comm, TorchComm)
+    said = []
+    for values in ([2**63], range(2046)):
+        with pytest.raises(CommError) as caught:
+            comm.begin_all_gather_ints(values)
+        said.append(str(caught.value))
+    meet = (lambda: comm.begin_all_gather_ints([1])()) if comm.rank else comm.barrier
+    with pytest.raises(CommError) as caught:
+        meet()
+    said.append(str(caught.value))
+    return [*said, str(comm.begin_all_gather_ints(range(2045))()[1][-1])]
+
+
+def test_what_cannot_be_gathered_meanwhile_is_an_error() -> None:
+    assert (
+        run_processes(2, _begin_wrongly)
+        == [
+            [
+                "`values` must be in [-2^63, 2^63), got 9223372036854775808.",
+                "`values` must be at most 2045 to be gathered while other things are done, got "
+                "2046. Use all_gather_ints().",
+                "Every rank must be in the same collective, but rank 0 is in barrier(), rank 1 is "
+                "in all_gather_ints(1 values).",
+                "2044",
+            ]
+        ]
+        * 2
+    )
+
+
+def _wait_meanwhile_for_a_rank_that_dies(comm: Comm) -> None:
+    assert isinstance(comm, TorchComm)
+    if comm.rank == 1:
+        os._exit(3)
+    started = time.perf_counter()
+    with pytest.raises(CommError) as caught:
+        comm.begin_all_gather_ints((1,))()
+    assert time.perf_counter() - started < SOON_S
+    assert str(caught.value).startswith("all_gather_ints(1 values) failed on rank 0 of 2: ")
+
+
+def test_a_rank_that_dies_is_an_error_where_it_is_waited_for() -> None:
+    with pytest.raises(RankError, match="Rank 1 ended with exit code 3") as died:
+        run_processes(2, _wait_meanwhile_for_a_rank_that_dies)
+    assert "Rank 0" not in str(died.value)  # it got its error, in time
+
+
 def test_collectives_of_the_user_go_between_ours() -> None:
     expected: list[object] = []
     for turn in range(3):

@@ -9,10 +9,10 @@ import pytest
 from ignite.engine import Engine, Events
 from torch.utils.data import DataLoader
 
-from shardplug import Comm
+from shardplug import Comm, PlanError, SoloComm
 from shardplug.testing import run_ranks
 from shardplug_ignite import ShardHandler
-from tests.integrations.ignite.data import Ids
+from tests.integrations.ignite.data import Ids, Stream
 
 WORLD_SIZE = 3
 LAST = WORLD_SIZE - 1
@@ -67,23 +67,33 @@ def at_iteration(event: Any, number: int) -> Any:
     return event(event_filter=lambda engine, _: engine.state.iteration == number)
 
 
-@pytest.mark.parametrize("ranks", [(LAST,), (0, 1), (0, 1, 2)])
+EVERYONE = tuple(range(WORLD_SIZE))
+
+
+@pytest.mark.parametrize("ranks", [(LAST,), (0, 1), EVERYONE])
 @pytest.mark.parametrize(
-    ("event", "log"),
+    ("event", "together", "following"),
     [
-        (Events.STARTED, ""),
-        (Events.EPOCH_STARTED(once=2), "1 2 3 4 |"),
-        (at_iteration(Events.GET_BATCH_STARTED, 1), "1 2"),
-        (at_iteration(Events.GET_BATCH_COMPLETED, 1), "1 2"),
-        (at_iteration(Events.ITERATION_STARTED, 2), "1 2"),
-        (at_iteration(Events.ITERATION_COMPLETED, 2), "1 2"),
-        (Events.EPOCH_COMPLETED(once=1), "1 2 3 4 |"),
-        (Events.DATALOADER_STOP_ITERATION, "1 2 3 4 | 5"),
+        (Events.STARTED, "", ""),
+        (Events.EPOCH_STARTED(once=2), "1 2 3 4 |", ""),
+        (at_iteration(Events.GET_BATCH_STARTED, 1), "1 2", "3"),
+        (at_iteration(Events.GET_BATCH_COMPLETED, 1), "1 2", "3"),
+        (at_iteration(Events.ITERATION_STARTED, 2), "1 2", "3"),
+        (at_iteration(Events.ITERATION_COMPLETED, 2), "1 2", "3"),
+        (at_iteration(Events.ITERATION_COMPLETED, 3), "1 2 3", "4"),
+        (at_iteration(Events.ITERATION_COMPLETED, 4), "1 2 3 4", ""),
+        (Events.EPOCH_COMPLETED(once=1), "1 2 3 4 |", ""),
+        (Events.DATALOADER_STOP_ITERATION, "1 2 3 4 | 5", "6"),
     ],
 )
-def test_all_ranks_end_where_one_wants_to(event: Any, log: str, ranks: tuple[int, ...]) -> None:
-    found = ask(event, lambda engine: engine.terminate(), ranks=ranks)
-    assert found == told(log, "terminate completed")
+@pytest.mark.parametrize("mode", ["train", "eval"])
+def test_all_ranks_end_where_one_wants_to(
+    event: Any, together: str, following: str, ranks: tuple[int, ...], mode: str
+) -> None:
+    """At once if all want to; where only some do, the others know after one iteration more."""
+    found = ask(event, lambda engine: engine.terminate(), ranks=ranks, mode=mode)
+    more = "" if ranks == EVERYONE else following
+    assert found == told(together, more, "terminate completed")
 
 
 def test_a_step_may_ask_too() -> None:
@@ -96,21 +106,208 @@ def test_a_step_may_ask_too() -> None:
         ShardHandler(comm=comm).attach(engine)
         return engine.run(loader(), max_epochs=2).iteration
 
-    assert run_ranks(WORLD_SIZE, rank) == [1] * WORLD_SIZE
+    assert run_ranks(WORLD_SIZE, rank) == [2] * WORLD_SIZE
 
 
 @pytest.mark.parametrize("event", [Events.ITERATION_STARTED, Events.ITERATION_COMPLETED])
 def test_flags_are_those_of_the_rank_that_asks(event: Any) -> None:
     at_two = at_iteration(event, 2)
     assert ask(at_two, lambda engine: engine.terminate(skip_completed=True)) == told(
-        "1 2 terminate"
+        "1 2 3 terminate"
     )
     assert ask(at_two, lambda engine: engine.terminate_epoch()) == told(
-        "1 2 terminate_single_epoch | 3 4 5 6 | completed"
+        "1 2 3 terminate_single_epoch | 4 5 6 7 | completed"
     )
     assert ask(at_two, lambda engine: engine.terminate_epoch(skip_epoch_completed=True)) == told(
-        "1 2 terminate_single_epoch 3 4 5 6 | completed"
+        "1 2 3 terminate_single_epoch 4 5 6 7 | completed"
     )
+
+
+def test_ranks_may_ask_for_different_things_one_after_the_other() -> None:
+    """Rank 1 asks for more while what rank 0 asked for is on its way."""
+
+    def rank(comm: Comm) -> list[str]:
+        engine, log = Engine(lambda *_: None), []
+        handler = ShardHandler(comm=comm)
+        handler.attach(engine)
+
+        @engine.on(Events.ITERATION_COMPLETED)
+        def want(engine: Engine) -> None:
+            log.append(str(engine.state.iteration))
+            if (comm.rank, engine.state.iteration) == (0, 1):
+                engine.interrupt()
+            elif (comm.rank, engine.state.iteration) == (1, 2):
+                engine.terminate()
+
+        engine.add_event_handler(Events.INTERRUPT, lambda: log.append("interrupt"))
+        for _ in range(2):
+            engine.run(loader(), max_epochs=2)
+        return log
+
+    # 1 is told of at 2, where all are interrupted; what was asked at 2, at 3, and done at 4.
+    assert run_ranks(WORLD_SIZE, rank) == told("1 2 interrupt 3 4")
+
+
+def test_what_a_run_left_undone_is_not_done_by_the_next() -> None:
+    def rank(comm: Comm) -> list[int]:
+        engine = Engine(lambda *_: None)
+        ShardHandler(comm=comm).attach(engine)
+        if comm.rank == 0:
+            for number in (1, 2):  # the second time, all stop for the first
+                event = Events.ITERATION_COMPLETED(once=number)
+                engine.add_event_handler(event, engine.terminate)
+        data = loader()
+        return [engine.run(data, max_epochs=1).iteration, engine.run(data, max_epochs=3).iteration]
+
+    assert run_ranks(WORLD_SIZE, rank) == [[2, 10]] * WORLD_SIZE
+
+
+def test_a_run_that_failed_on_all_ranks_leaves_nothing_on_its_way() -> None:
+    def rank(comm: Comm) -> int:
+        fails = True
+
+        def step(engine: Engine, _: object) -> None:
+            if fails and engine.state.iteration == 3:
+                raise ZeroDivisionError
+
+        engine = Engine(step)
+        handler = ShardHandler(comm=comm)
+        handler.attach(engine)
+        engine.add_event_handler(
+            at_iteration(Events.ITERATION_COMPLETED, 2),
+            lambda: engine.terminate() if fails and comm.rank == 0 else None,
+        )
+        with pytest.raises(ZeroDivisionError):
+            engine.run(loader(), max_epochs=2)
+        fails = False
+        handler.load_state_dict(handler.state_dict())
+        return engine.run(loader(), max_epochs=2).iteration
+
+    assert run_ranks(WORLD_SIZE, rank) == [8] * WORLD_SIZE
+
+
+@pytest.mark.parametrize(
+    ("number", "log"), [(1, "1 2 3 4"), (3, "1 2 3 4"), (5, "1 2 3 4 | 5 6 7")]
+)
+def test_ranks_may_ask_less_often(number: int, log: str) -> None:
+    """In each third iteration, and where an epoch ends; a multiple of three is done at the next."""
+    at = at_iteration(Events.ITERATION_COMPLETED, number)
+    found = ask(at, lambda engine: engine.terminate(), agree_stop=3)
+    assert found == told(log, "terminate completed")
+
+
+@pytest.mark.parametrize("wrong", [0, -1, 1.5, "yes", None])
+def test_how_often_ranks_ask_is_checked(wrong: Any) -> None:
+    with pytest.raises(PlanError, match="`agree_stop` must be true, false or a number of iterat"):
+        ShardHandler(agree_stop=wrong, comm=SoloComm())
+
+
+@pytest.mark.parametrize("until", [{"max_iters": 3}, {"max_iters": 6}, {"max_epochs": 2}])
+def test_nothing_is_on_its_way_when_a_run_has_ended(until: dict[str, int]) -> None:
+    """A process group may be ended then."""
+
+    def rank(comm: Comm) -> bool:
+        engine = Engine(lambda *_: None)
+        handler = ShardHandler(comm=comm)
+        handler.attach(engine)
+        engine.run(loader(), **until)
+        stops = handler._attachments[engine]._stops
+        assert stops is not None
+        return stops._answers is None
+
+    assert run_ranks(WORLD_SIZE, rank) == [True] * WORLD_SIZE
+
+
+# Evaluations in which ranks take different numbers of steps: 3, 3 and 2, of one row each.
+
+
+def evaluate(
+    event: Any, what: Callable[[Engine], object], *, rank_that_asks: int, runs: int = 1
+) -> list[str]:
+    """What happens on each rank; an epoch's end is where all ranks meet."""
+
+    def rank(comm: Comm) -> str:
+        log: list[str] = []
+        engine = Engine(lambda engine, _: log.append(str(engine.state.iteration)))
+        ShardHandler(mode="eval", comm=comm).attach(engine)
+        if comm.rank == rank_that_asks:
+            engine.add_event_handler(event, what)
+
+        @engine.on(Events.EPOCH_COMPLETED)
+        def meet() -> None:
+            comm.barrier()
+            log.append("|")
+
+        engine.add_event_handler(Events.INTERRUPT, lambda: log.append("interrupt"))
+        engine.add_event_handler(Events.COMPLETED, lambda: log.append("."))
+        for _ in range(runs):
+            engine.run(DataLoader(Ids(8), batch_size=1), max_epochs=2)
+        return " ".join(log)
+
+    return run_ranks(WORLD_SIZE, rank)
+
+
+@pytest.mark.parametrize("asks", range(WORLD_SIZE))
+def test_an_uneven_evaluation_ends_on_all_ranks(asks: int) -> None:
+    def terminate(number: int) -> list[str]:
+        return evaluate(
+            at_iteration(Events.ITERATION_COMPLETED, number),
+            lambda engine: engine.terminate(),
+            rank_that_asks=asks,
+        )
+
+    # The second is the last that all have: there they ask each other at once.
+    assert terminate(1) == terminate(2) == ["1 2 ."] * WORLD_SIZE
+    # The third is not of all: what is asked for in it is done at the end of the epoch.
+    third = ["1 2 3 | .", "1 2 3 | .", "1 2 | ."]
+    if asks < LAST:
+        assert terminate(3) == third
+
+
+@pytest.mark.parametrize("asks", range(WORLD_SIZE))
+def test_an_epoch_of_an_uneven_evaluation_is_left_by_all_ranks(asks: int) -> None:
+    found = evaluate(
+        at_iteration(Events.ITERATION_STARTED, 1),
+        lambda engine: engine.terminate_epoch(),
+        rank_that_asks=asks,
+    )
+    assert found == ["1 2 | 3 4 5 | .", "1 2 | 3 4 5 | .", "1 2 | 3 4 | ."]
+
+
+@pytest.mark.parametrize("asks", range(WORLD_SIZE))
+def test_an_uneven_evaluation_is_interrupted_and_goes_on(asks: int) -> None:
+    found = evaluate(
+        Events.ITERATION_COMPLETED(once=2),
+        lambda engine: engine.interrupt(),
+        rank_that_asks=asks,
+        runs=2,
+    )
+    first = "1 2 interrupt 3 | 4 5 6 | ."
+    assert found == [first, first, "1 2 interrupt | 3 4 | ."]
+
+
+def test_an_evaluation_without_a_batch_on_some_rank_ends_with_its_epoch() -> None:
+    def rank(comm: Comm) -> tuple[int, int]:
+        engine = Engine(lambda *_: None)
+        ShardHandler(mode="eval", comm=comm).attach(engine)
+        if comm.rank == 0:
+            engine.add_event_handler(Events.ITERATION_COMPLETED, engine.terminate)
+        state = engine.run(DataLoader(Ids(2), batch_size=1), max_epochs=3)
+        return state.epoch, state.iteration
+
+    assert run_ranks(WORLD_SIZE, rank) == [(1, 1), (1, 1), (1, 0)]
+
+
+def test_an_evaluation_of_unknown_uneven_length_ends_with_its_epoch() -> None:
+    def rank(comm: Comm) -> tuple[int, int]:
+        engine = Engine(lambda *_: None)
+        ShardHandler(mode="eval", dispatch_batches=False, comm=comm).attach(engine)
+        if comm.rank == LAST:
+            engine.add_event_handler(Events.ITERATION_COMPLETED(once=1), engine.terminate)
+        state = engine.run(DataLoader(Stream(8), batch_size=1), max_epochs=3)
+        return state.epoch, state.iteration
+
+    assert run_ranks(WORLD_SIZE, rank) == [(1, 3), (1, 3), (1, 2)]
 
 
 def test_all_ranks_end_where_one_wants_to_after_an_epoch_was_left() -> None:
@@ -132,7 +329,7 @@ def test_all_ranks_end_where_one_wants_to_after_an_epoch_was_left() -> None:
 
 @pytest.mark.parametrize("event", [Events.ITERATION_STARTED, Events.ITERATION_COMPLETED])
 def test_all_ranks_are_interrupted_and_go_on(event: Any) -> None:
-    found = ask(at_iteration(event, 3), lambda engine: engine.interrupt(), runs=2)
+    found = ask(at_iteration(event, 2), lambda engine: engine.interrupt(), runs=2)
     assert found == told("1 2 3 interrupt 4 | 5 6 7 8 | completed")
 
 
@@ -143,18 +340,17 @@ def test_handlers_that_come_later_are_heard() -> None:
         engine = Engine(lambda _, __: None)
         ShardHandler(comm=comm).attach(engine)
         if comm.rank == 0:
-            engine.add_event_handler(at_iteration(Events.ITERATION_COMPLETED, 3), engine.terminate)
+            engine.add_event_handler(at_iteration(Events.ITERATION_COMPLETED, 2), engine.terminate)
         return engine.run(loader(), max_epochs=2).iteration
 
     assert run_ranks(WORLD_SIZE, rank) == [3] * WORLD_SIZE
 
 
 def test_ranks_that_stop_together_need_not_ask() -> None:
-    everyone = tuple(range(WORLD_SIZE))
     found = ask(
         at_iteration(Events.ITERATION_STARTED, 2),
         lambda engine: engine.terminate(),
-        ranks=everyone,
+        ranks=EVERYONE,
         agree_stop=False,
     )
     assert found == told("1 terminate completed")  # at once, as in Ignite
@@ -174,7 +370,7 @@ def test_runs_without_data_stop_together_too() -> None:
         engine = Engine(lambda _, __: None)
         ShardHandler(comm=comm).attach(engine)
         if comm.rank == 0:
-            engine.add_event_handler(at_iteration(Events.ITERATION_STARTED, 3), engine.terminate)
+            engine.add_event_handler(at_iteration(Events.ITERATION_STARTED, 2), engine.terminate)
         return engine.run(max_epochs=2, epoch_length=4).iteration
 
     assert run_ranks(WORLD_SIZE, rank) == [3] * WORLD_SIZE
