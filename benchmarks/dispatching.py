@@ -8,6 +8,7 @@ in ``next`` beside a step of 20 ms that needs no CPU.
 from __future__ import annotations
 
 import os
+import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -25,7 +26,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 
 from benchmarks.table import Row, at_least, at_most, show
-from shardplug import DataLoaderDispatcher, dispatch, inbox, prepare_data_loader
+from shardplug import CommError, DataLoaderDispatcher, dispatch, inbox, prepare_data_loader
 from shardplug.channel import open_channel
 from shardplug.messages import HEAD_BYTES
 from shardplug.wires import receive_exactly
@@ -119,7 +120,7 @@ def rows() -> list[Row]:
             body = partial(measure, str(Path(folder) / "ranks"), world_size)
             by_rank = pool.map(body, range(world_size), chunksize=1)
         found += rows_of(world_size, by_rank)
-    return found
+    return [*found, *left_behind()]
 
 
 def rows_of(world_size: int, by_rank: list[Measured]) -> list[Row]:
@@ -298,6 +299,46 @@ def grow(loader: Iterable[Any]) -> float:
         if step == LONG // 10:
             early = resident_bytes()
     return float(max(0, resident_bytes() - early))
+
+
+def left_behind() -> list[Row]:
+    """Kill one of two ranks in the middle, each in its turn, and look for what is left."""
+    named = Path("/dev/shm")
+    if not named.is_dir():
+        return []
+    before, context = set(named.iterdir()), get_context("spawn")
+    for victim in range(2):
+        with tempfile.TemporaryDirectory() as folder:
+            place = str(Path(folder) / "ranks")
+            ranks = [
+                context.Process(target=_read_until_killed, args=(place, victim, rank))
+                for rank in range(2)
+            ]
+            for each in ranks:
+                each.start()
+            for each in ranks:
+                each.join(60)
+            ended = [each.exitcode for each in ranks]
+            wanted = [-signal.SIGKILL if rank == victim else 0 for rank in range(2)]
+            for each in ranks:
+                each.kill()
+            if ended != wanted:
+                raise SystemExit(f"Of two ranks, {victim} killed, the exit codes are {ended}.")
+    left = set(named.iterdir()) - before
+    return [at_most("pieces of shared memory left by killed ranks", len(left), 0, unit="")]
+
+
+def _read_until_killed(place: str, victim: int, rank: int) -> None:
+    torch.set_num_threads(1)
+    store = dist.FileStore(place, 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    try:
+        for step, _ in enumerate(prepare_data_loader(ready(ROWS * 100), dispatch_batches=True)):
+            if step == WARM and rank == victim:
+                os.kill(os.getpid(), signal.SIGKILL)
+    except CommError:
+        return  # as it should be
+    raise SystemExit("The other rank was killed, and nobody noticed.")
 
 
 def resident_bytes(*, with_shared: bool = True) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 from benchmarks.sections import SECTIONS
 from benchmarks.table import Row
 
-KEPT = Path(__file__).parent / "results" / "latest.json"
+KEPT = Path(__file__).with_name("figures.json")
 """The figures that the documentation shows."""
 
 

@@ -157,7 +157,7 @@ SECTIONS = (
             Goal(
                 "No shared memory is left behind, also after SIGKILL of any rank; where it is too "
                 "small, batches are sent instead, with one log line",
-                (),
+                ("pieces of shared memory left",),
                 ("tests/unit/test_channel.py", "tests/processes/test_channel.py"),
             ),
         ),
