@@ -67,21 +67,41 @@ def record_indices(batch_sampler: BatchSampler) -> Any:
     Raises:
         PlanError: If this version of Lightning does so in another way.
     """
-    try:
-        from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
-    except ImportError as error:
-        raise _unknown_version("_IndexBatchSamplerWrapper") from error
 
-    class RecordedBatches(_IndexBatchSamplerWrapper):
+    class RecordedBatches(_index_wrapper()):  # type: ignore[misc]  # found at run time
         """Lightning's own is its own iterator and starts over whenever it is asked for one."""
 
-        def __iter__(self) -> Iterator[list[int]]:  # type: ignore[override]
-            self.seen_batch_indices = seen = []
+        def __iter__(self) -> Iterator[list[int]]:
+            seen: list[Any] = []
+            self.seen_batch_indices = seen
             for batch in batch_sampler:
                 seen.append(batch)
                 yield batch
 
     return RecordedBatches(batch_sampler)
+
+
+def told_indices(batch_sampler: Any) -> tuple[Any, list[Any]]:
+    """Wrap a batch sampler that is read elsewhere, for predictions to be told from which samples.
+
+    Returns:
+        The wrapped one, and where the indices of each batch are to be put.
+
+    Raises:
+        PlanError: If this version of Lightning does so in another way.
+    """
+    wrapped = _index_wrapper()(batch_sampler)
+    told: list[Any] = []
+    wrapped.seen_batch_indices = told
+    return wrapped, told
+
+
+def _index_wrapper() -> Any:
+    try:
+        from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
+    except ImportError as error:
+        raise _unknown_version("_IndexBatchSamplerWrapper") from error
+    return _IndexBatchSamplerWrapper
 
 
 def is_globally_seeded() -> bool:

@@ -10,13 +10,23 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
+from torch.utils.data import DataLoader
 
-from shardplug import Comm, DataLoaderDispatcher, PlanError, current_comm, prepare_data_loader
+from shardplug import (
+    Comm,
+    DataLoaderDispatcher,
+    PlanError,
+    Tail,
+    current_comm,
+    prepare_data_loader,
+    ready_batches,
+)
 from shardplug_lightning.internals import (
     is_globally_seeded,
     is_sharded_by_user,
     keep_loaders,
     record_indices,
+    told_indices,
 )
 from shardplug_lightning.monitor import is_monitored
 from shardplug_lightning.options import ShardOptions, check_keywords
@@ -175,9 +185,8 @@ class ShardStrategyMixin(Strategy):
         is_training = bool(trainer.training)
         try:
             loader = self._prepare(dataloader, is_training=is_training)
-            check_lengths(
-                _gather_lengths(loader, self._comm() or current_comm()), is_training=is_training
-            )
+            lengths = _gather_lengths(loader, self._comm() or current_comm())
+            check_lengths(lengths, is_training=is_training)
         except PlanError as error:
             assert trainer.state.stage is not None
             stage = trainer.state.stage.dataloader_prefix
@@ -188,17 +197,20 @@ class ShardStrategyMixin(Strategy):
             ) from error
         if loader is dataloader:
             loader = copy.copy(loader)  # one that the user has prepared, and keeps as it is
-        is_dispatched = isinstance(loader, DataLoaderDispatcher)
-        if trainer.predicting and not is_dispatched and loader.batch_sampler is not None:
-            loader.wrap_batch_sampler(record_indices)
         if is_training:
             self._book.open(trainer, loader)
         view = view_of(loader, dataloader, self._book if is_training else None)
         view.track.is_counting = is_training and is_monitored(trainer)
+        if not is_training and loader.tail is Tail.UNEVEN and _NO_LENGTH in lengths:
+            view.compare_ends()
+        if trainer.predicting and loader.batch_sampler is not None:
+            _record(view)
         return view
 
     def _prepare(self, dataloader: Any, *, is_training: bool) -> Any:
         options = self.shard_options
+        if dataloader is not None and not isinstance(dataloader, DataLoader):
+            dataloader = ready_batches(dataloader)
         chosen = {name: getattr(options, name) for name in _AS_GIVEN}
         is_seedable = options.use_seedable_sampler
         if is_seedable is None:
@@ -207,11 +219,19 @@ class ShardStrategyMixin(Strategy):
             dataloader,
             split_batches=options.split_batches and is_training,
             use_seedable_sampler=is_seedable,
-            tail=options.tail if is_training else options.evaluation_tail,
+            tail=options.tail if is_training else self._evaluation_tail(dataloader),
             torch_device_mesh=self._mesh(),
             comm=self._comm(),
             **chosen,
         )
+
+    def _evaluation_tail(self, loader: DataLoader[Any] | None) -> str:
+        """Choose the end of an evaluation: whole batches that are ready cannot be dealt evenly."""
+        chosen = self.shard_options.evaluation_tail
+        is_ready = loader is not None and loader.batch_size is None and loader.batch_sampler is None
+        if is_ready and chosen == Tail.EXACT.value and not self._is_in_step:
+            return Tail.UNEVEN.value
+        return chosen
 
     def _mesh(self) -> Any:
         """Return the mesh whose model axes do not divide the data, if there is one."""
@@ -346,6 +366,17 @@ def takes_mean(reduce_op: Any) -> bool:
 
 def _has_fractions(tensor: torch.Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _record(view: LoaderView) -> None:
+    """Let Lightning find from which samples each batch of a loader is."""
+    if not isinstance(view, DataLoaderDispatcher):
+        view.wrap_batch_sampler(record_indices)
+        return
+    view.tell_indices()
+    wrapped, told = told_indices(view.batch_sampler)
+    view.wrap_batch_sampler(lambda _: wrapped)
+    view.tell(told)
 
 
 def _gather_lengths(loader: Any, comm: Comm) -> list[int]:

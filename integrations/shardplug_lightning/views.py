@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, Protocol
 
-from shardplug import DataLoaderDispatcher, DataLoaderShard
+from torch.utils.data import DataLoader
+
+from shardplug import CommError, DataLoaderDispatcher, DataLoaderShard, PlanError
 
 if TYPE_CHECKING:
     _Prepared = DataLoaderShard
@@ -80,6 +83,8 @@ class LoaderView(_Prepared):
     _view_source: Any
     _view_book: Book | None
     _view_track: Track
+    _view_told: list[Any] | None
+    _view_is_open: bool
 
     def __init__(self, loader: Any, source: Any, book: Book | None = None) -> None:
         # Assigned past the loader's own way, which hands attributes on to torch's loader inside.
@@ -88,8 +93,28 @@ class LoaderView(_Prepared):
             ("_view_source", source),
             ("_view_book", book),
             ("_view_track", Track()),
+            ("_view_told", None),
+            ("_view_is_open", False),
         ):
             object.__setattr__(self, name, value)
+
+    def tell(self, told: list[Any]) -> None:
+        """Put the indices of each batch somewhere, which only a dispatcher has to be told of."""
+        object.__setattr__(self, "_view_told", told)
+
+    def compare_ends(self) -> None:
+        """Compare at the start of each pass whether all ranks have a batch, or none has."""
+        object.__setattr__(self, "_view_is_open", True)
+
+    @property
+    def dataset(self) -> Any:  # type: ignore[override]  # an attribute of torch's
+        """The data set of the loader; of ready batches, what the user gave.
+
+        What iterates those is a stream of this library's, of which users have not heard.
+        """
+        own = self._view_source
+        is_ready = own is not None and not isinstance(own, DataLoader)
+        return own if is_ready else super().__getattr__("dataset")
 
     @property
     def source(self) -> Any:
@@ -130,7 +155,7 @@ class LoaderView(_Prepared):
         """
         book, track = self._view_book, self._view_track
         if book is None:
-            yield from super().__iter__()
+            yield from self._evaluated(super().__iter__())
             return
         if not book.begin(self):
             return
@@ -146,6 +171,41 @@ class LoaderView(_Prepared):
             if run is not None and run.step == run.record.num_steps:
                 self._settle(book)
         book.end(self)
+
+    def _evaluated(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Yield the batches of a pass that is no training."""
+        if self._view_is_open:
+            batches = self._compared(batches)
+        told = self._view_told
+        if told is None:
+            yield from batches
+            return
+        told.clear()
+        for batch in batches:
+            if self.indices is not None:
+                told.append(self.indices)
+            yield batch
+
+    def _compared(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Raise on all ranks if some have no batch: they would not come to where others wait."""
+        failure: Exception | None = None
+        first: list[Any] = []
+        try:
+            first = list(islice(batches, 1))
+        except Exception as error:  # noqa: BLE001  # raised again below, once all ranks know
+            failure = error
+        has_batch = [-1 if failure else len(first)]
+        by_rank = [each for (each,) in self.comm.all_gather_ints(has_batch)]
+        if failure is not None:
+            raise failure
+        if -1 in by_rank:
+            raise CommError(f"Rank {by_rank.index(-1)} could not read its first batch.")
+        if 0 in by_rank and 1 in by_rank:
+            raise PlanError(
+                f"`dataloader` must have a batch for every rank, got {sum(by_rank)} for "
+                f"{len(by_rank)} ranks. Give it more batches, or use fewer ranks."
+            )
+        return chain(first, batches)
 
     def _settle(self, book: Book) -> None:
         """Make the states of this pass that may be asked for later, while it is still there."""

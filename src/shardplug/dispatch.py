@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import weakref
+from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -17,7 +18,7 @@ from itertools import accumulate, islice
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader
 
 from shardplug import rng
 from shardplug.ahead import Ahead
@@ -266,6 +267,7 @@ class Dispatched:
         extra_rows: Where batches are counted: rows of the next one that are consumed too.
         is_last: Whether it is the last batch of its shard.
         is_split: Whether workers divide the stream among themselves.
+        indices: Of the samples in the data set, for `DataLoaderDispatcher.tell_indices`.
         snapshots: On the reader: the states of the data set after the round.
     """
 
@@ -276,16 +278,52 @@ class Dispatched:
     extra_rows: int = 0
     is_last: bool = False
     is_split: bool = False
+    indices: Any = None
     snapshots: tuple[Snapshot, ...] = ()
 
     def parcel(self) -> tuple[Any, ...]:
         """Say what other ranks are sent."""
         record = (self.num_rows, self.valid_rows, self.consumed, self.extra_rows)
-        return (self.batch, *record, self.is_last, self.is_split)
+        own = (self.batch, *record, self.is_last, self.is_split)
+        return own if self.indices is None else (*own, self.indices)
 
 
 _END = ()
 """What a rank is sent that has no batch in a pass."""
+
+
+class _Asked(BatchSampler):
+    """A batch sampler whose index batches are kept until their batches are there."""
+
+    def __init__(self, batches: Any) -> None:
+        self.sampler = batches.sampler
+        self._batches = batches
+        self._asked: deque[Any] = deque()
+
+    @property
+    def batch_size(self) -> Any:  # type: ignore[override]  # users' may declare none
+        """The batch size of the one inside."""
+        return self._batches.batch_size
+
+    @property
+    def drop_last(self) -> Any:  # type: ignore[override]
+        """The same of whether rows are dropped."""
+        return self._batches.drop_last
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield the index batches, and keep each."""
+        self._asked.clear()
+        for batch in self._batches:
+            self._asked.append(list(batch))
+            yield batch
+
+    def __len__(self) -> int:
+        """Count them."""
+        return len(self._batches)
+
+    def next(self) -> Any:
+        """Take the first that is kept: batches come in the order in which they were asked for."""
+        return self._asked.popleft()
 
 
 class _Source(DataLoaderShard):
@@ -294,12 +332,19 @@ class _Source(DataLoaderShard):
     Its passes are begun on the main thread, where all ranks agree; then they are read elsewhere.
     """
 
-    _OWN: ClassVar[frozenset[str]] = PreparedLoader._OWN | {"_begun"}  # noqa: SLF001  # of its parent
+    _OWN: ClassVar[frozenset[str]] = PreparedLoader._OWN | {"_begun", "_asked"}  # noqa: SLF001  # of its parent
     _begun: tuple[Pass, tuple[int, int] | None] | None
+    _asked: _Asked | None
 
     def _adopt(self, loader: DataLoader[Any], feed: Feed, settings: Settings) -> None:
         super()._adopt(loader, feed, settings)
         self._begun = None
+        self._asked = None
+
+    def keep_indices(self) -> None:
+        """Let what a round is made of tell its indices."""
+        self._asked = asked = _Asked(self._inner.batch_sampler)
+        self.wrap_batch_sampler(lambda _: asked)
 
     @classmethod
     def reading(cls, loader: DataLoader[Any], feed: Feed, settings: Settings) -> _Source:
@@ -343,8 +388,10 @@ class _Source(DataLoaderShard):
         """Read the batches of a round, by shard, fewer at an uneven end; None at the end."""
         items: list[Dispatched] = []
         run, states = self.run, self.source_states
+        asked = self._asked
         for batch in islice(batches, self.shard.count):
-            items.append(Dispatched(batch, self.num_rows, self.valid_rows))
+            indices = None if asked is None else asked.next()
+            items.append(Dispatched(batch, self.num_rows, self.valid_rows, indices=indices))
             run, states = self.run, self.source_states  # gone when it has ended
         if not items:
             return None
@@ -449,11 +496,13 @@ class DataLoaderDispatcher(PreparedLoader):
     _channel: Channel | None
     _num_passes: int
     _under_way: Ahead[Dispatched] | None
+    _indices: Any
     _OWN: ClassVar[frozenset[str]] = PreparedLoader._OWN | {  # noqa: SLF001  # of its parent
         "_source_loader",
         "_channel",
         "_num_passes",
         "_under_way",
+        "_indices",
     }
     _VIEWS: ClassVar[frozenset[str]] = frozenset({"sampler", "batch_sampler"})
 
@@ -583,6 +632,25 @@ class DataLoaderDispatcher(PreparedLoader):
         self._channel = None
         self._num_passes = 0
         self._under_way = None
+        self._indices = None
+
+    def tell_indices(self) -> None:
+        """Send each rank the indices of its samples too, for `indices`; before the first pass.
+
+        Needs to be called on the rank that reads only. Nothing is told of streams, nor of batches
+        that the data set has ready.
+        """
+        source = self._source_loader
+        if source is not None and source.batch_sampler is not None and not self._told.is_stream:
+            source.keep_indices()
+
+    @property
+    def indices(self) -> Any:
+        """Where in the data set the rows of the batch that is out are from; see `tell_indices`.
+
+        None if that is not told.
+        """
+        return self._indices
 
     # -- what torch's loader has -------------------------------------------------------------
 
@@ -727,6 +795,7 @@ class DataLoaderDispatcher(PreparedLoader):
                     extra_rows=arrival.extra_rows,
                 )
                 self._note_states(step, arrival.snapshots, pass_)
+                self._indices = arrival.indices
                 yield arrival.batch
                 if number != self._num_passes:
                     raise PlanError(

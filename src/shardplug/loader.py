@@ -192,6 +192,11 @@ class DataLoaderShard(PreparedLoader):
         return self._moved(made)
 
     @property
+    def differs_by_rank(self) -> bool:
+        """Whether the source may have states that each rank has others of: `rank_state`."""
+        return super().differs_by_rank or self._keeps_source_state
+
+    @property
     def _keeps_source_state(self) -> bool:
         """Whether a data set that is looked up by index has states, told batch by batch."""
         return self._settings.is_stateful and isinstance(self._inner.dataset, HasState)

@@ -28,7 +28,14 @@ from shardplug.plan.cursor import Cursor, OpenWindow, Progress, Run
 from shardplug.plan.shard import Shard
 from shardplug.plan.split import ShardPlan, Tail
 from shardplug.samplers import HasEpoch
-from shardplug.states import Identity, encode_snapshot, layout_of, read_state, split_of
+from shardplug.states import (
+    Identity,
+    decode_snapshot,
+    encode_snapshot,
+    layout_of,
+    read_state,
+    split_of,
+)
 from shardplug.streams import HasState, StreamFeed
 
 if TYPE_CHECKING:
@@ -520,13 +527,13 @@ class PreparedLoader(DataLoader[Any]):
         self.go_to(start, seed)
 
     def read_state(
-        self, state: Mapping[str, Any], own: Sequence[Snapshot] = ()
+        self, state: Mapping[str, Any], own: Sequence[Snapshot | str] = ()
     ) -> tuple[Cursor, int]:
         """Check a state; returns where it leads to, and the seed, for `go_to`.
 
         Args:
             state: From `state_dict`.
-            own: States of the source that are this rank's own, from `rank_state`.
+            own: States of the source that are this rank's own, from `rank_state`, as text or read.
 
         Raises:
             StateError: If it does not fit.
@@ -535,8 +542,9 @@ class PreparedLoader(DataLoader[Any]):
         if not (cursor.is_start or cursor.is_done):
             self._check_position(state, has_own=bool(own))
         if own:
-            self._check_own(own)
-            cursor = replace(cursor, snapshots=tuple(own))
+            known = [decode_snapshot(each) if isinstance(each, str) else each for each in own]
+            self._check_own(known)
+            cursor = replace(cursor, snapshots=tuple(known))
         feed = self._feed
         try:
             feed.count_steps(cursor)
@@ -619,9 +627,19 @@ class PreparedLoader(DataLoader[Any]):
         """When the batch that is out was handed out, in ns of the monotonic clock."""
         return self._handed_out
 
-    def rank_state(self) -> list[str]:
-        """Tell the states of a source that are this rank's own, as text; none where it has none."""
-        return [encode_snapshot(each, what=self._feed.kind) for each in self.source_states]
+    @property
+    def differs_by_rank(self) -> bool:
+        """Whether the source may have states that each rank has others of: `rank_state`."""
+        return self._feed.is_stream and self._feed.is_cut
+
+    def rank_state(self, step: int | None = None) -> list[str]:
+        """Tell the states of a source that are this rank's own, as text; none where it has none.
+
+        Args:
+            step: After how many steps of the pass, as for `state_at`; None: now.
+        """
+        states = self.source_states if step is None else self._source_states_at(step)
+        return [encode_snapshot(each, what=self._feed.kind) for each in states]
 
     @property
     def source_states(self) -> Sequence[Snapshot]:
@@ -629,9 +647,14 @@ class PreparedLoader(DataLoader[Any]):
         run = self._epochs.progress.current
         if run is None:
             return self._epochs.progress.upcoming.snapshots
+        return self._source_states_at(run.step)
+
+    def _source_states_at(self, step: int) -> Sequence[Snapshot]:
+        run = self._epochs.progress.current
+        assert run is not None  # whoever names a step has seen a pass
         if type(run.record) is StreamPass and self._feed.is_stream:
-            return run.record.snapshots(run.step)
-        return self._source.at(run.step)
+            return run.record.snapshots(step)
+        return self._source.at(step)
 
     @property
     def run(self) -> Run | None:

@@ -398,12 +398,12 @@ def refuse(comm: Comm, stage: str, num_samples: int, options: dict[str, Any]) ->
             "even_batches and tail.)",
         ),
         (
-            "predict",
+            "fit",
             0,
-            {},
-            "The predict loader cannot be sharded: `dataloader` must be a "
-            "torch.utils.data.DataLoader, got range. Wrap the data in one. (In this stage "
-            "ShardStrategy goes by evaluation_tail.)",
+            {"split_batches": True},
+            "The train loader cannot be sharded: `batch_size` must be set for batches to be split, "
+            "got None. Pass split_batches=False. (In this stage ShardStrategy goes by "
+            "split_batches, even_batches and tail.)",
         ),
     ],
 )
