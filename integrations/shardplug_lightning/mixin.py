@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import os
+import secrets
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -30,7 +33,8 @@ from shardplug_lightning.internals import (
 )
 from shardplug_lightning.monitor import is_monitored
 from shardplug_lightning.options import ShardOptions, check_keywords
-from shardplug_lightning.positions import TrainingBook
+from shardplug_lightning.parts import Parts, load_part, remove_part, save_part
+from shardplug_lightning.positions import KEY, Place, TrainingBook, without_own
 from shardplug_lightning.schedules import RealSteps
 from shardplug_lightning.views import LoaderView, view_of
 
@@ -150,6 +154,7 @@ class ShardStrategyMixin(Strategy):
             )
         self._book = TrainingBook()
         self._steps = RealSteps(None)
+        self._token = 0
         super().__init__(**strategy_options)
 
     def connect(self, model: LightningModule) -> None:
@@ -185,7 +190,7 @@ class ShardStrategyMixin(Strategy):
         is_training = bool(trainer.training)
         try:
             loader = self._prepare(dataloader, is_training=is_training)
-            lengths = _gather_lengths(loader, self._comm() or current_comm())
+            lengths, token = _gather_lengths(loader, self._ranks())
             check_lengths(lengths, is_training=is_training)
         except PlanError as error:
             assert trainer.state.stage is not None
@@ -198,6 +203,7 @@ class ShardStrategyMixin(Strategy):
         if loader is dataloader:
             loader = copy.copy(loader)  # one that the user has prepared, and keeps as it is
         if is_training:
+            self._token = token
             self._book.open(trainer, loader)
         view = view_of(loader, dataloader, self._book if is_training else None)
         view.track.is_counting = is_training and is_monitored(trainer)
@@ -240,6 +246,9 @@ class ShardStrategyMixin(Strategy):
     def _comm(self) -> Comm | None:
         """Return the ranks; None: those of the process group."""
         return None
+
+    def _ranks(self) -> Comm:
+        return self._comm() or current_comm()
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         """Make the optimizers, and schedules that wait for their real steps.
@@ -297,8 +306,38 @@ class ShardStrategyMixin(Strategy):
             filepath: Where to.
             storage_options: For the checkpoint plug-in.
         """
-        self._book.write(self._trainer, checkpoint)
+        place = self._book.write(self._trainer, checkpoint)
+        if place is not None:
+            self._save_part(place, checkpoint, filepath, storage_options)
         super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def _save_part(
+        self, place: Place, checkpoint: dict[str, Any], filepath: Any, storage_options: Any
+    ) -> None:
+        comm, step = self._ranks(), checkpoint["global_step"]
+        moment = f"{self._token:x}-{place.epoch}-{place.batches}-{step}"
+        parts = Parts(comm.world_size, moment, os.path.basename(filepath))
+        checkpoint[KEY]["parts"] = parts.as_dict()
+        if comm.rank:
+            save_part(
+                self.checkpoint_io,
+                filepath,
+                rank=comm.rank,
+                moment=moment,
+                own=place.own,
+                storage_options=storage_options,
+            )
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """Remove a checkpoint, and what belongs to it.
+
+        Args:
+            filepath: Where it is.
+        """
+        super().remove_checkpoint(filepath)
+        comm = self._ranks()
+        if comm.rank and self._book.differs_by_rank:
+            remove_part(self.checkpoint_io, filepath, rank=comm.rank)
 
     def load_checkpoint(
         self, checkpoint_path: Any, weights_only: bool | None = None
@@ -319,7 +358,31 @@ class ShardStrategyMixin(Strategy):
         trainer = self._trainer
         if trainer.state.fn == TrainerFn.FITTING and not is_sharded_by_user(trainer):
             self._book.read(checkpoint)
+            if self._book.place is not None and "parts" in checkpoint[KEY]:
+                self._load_part(self._book.place, checkpoint, checkpoint_path, weights_only)
         return checkpoint
+
+    def _load_part(
+        self, place: Place, checkpoint: dict[str, Any], path: Any, weights_only: bool | None
+    ) -> None:
+        """Take this rank's own part of a place.
+
+        Collective: every rank must call it.
+        """
+        parts, comm = Parts.read(checkpoint[KEY]["parts"]), self._ranks()
+        if parts.world_size != comm.world_size:
+            self._book.place = without_own(place, parts, comm.world_size)
+            return
+        own = load_part(
+            self.checkpoint_io,
+            path,
+            parts,
+            comm,
+            num_loaders=len(place.loaders),
+            weights_only=weights_only,
+        )
+        if own is not None:
+            self._book.place = replace(place, own=own)
 
     @property
     def _trainer(self) -> Trainer:
@@ -379,16 +442,20 @@ def _record(view: LoaderView) -> None:
     view.tell(told)
 
 
-def _gather_lengths(loader: Any, comm: Comm) -> list[int]:
+def _gather_lengths(loader: Any, comm: Comm) -> tuple[list[int], int]:
     """Collect the number of steps of each rank, `_NO_LENGTH` where it is not known.
 
     Collective: every rank must call it.
+
+    Returns:
+        The numbers; and a random one, the same on all ranks.
     """
     try:
         length = len(loader)
     except TypeError:
         length = _NO_LENGTH
-    return [each for (each,) in comm.all_gather_ints([length])]
+    by_rank = comm.all_gather_ints([length, secrets.randbits(62)])
+    return [length for length, _ in by_rank], by_rank[0][1]
 
 
 def check_lengths(by_rank: Sequence[int], *, is_training: bool) -> None:

@@ -13,7 +13,7 @@ import inspect
 import math
 import warnings
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
@@ -27,6 +27,7 @@ from shardplug_lightning.internals import (
     fetch_again,
     follows_shortest,
 )
+from shardplug_lightning.parts import Parts, States
 from shardplug_lightning.views import LoaderView, Spot
 
 KEY = "shardplug"
@@ -45,23 +46,28 @@ class Place:
         batches: How many batches of it are done on each rank.
         loaders: The states of the training loaders.
         have_ended: Whether each of them has been read to its end in the epoch.
+        own: What this rank has of its own of their states.
     """
 
     epoch: int
     batches: int
     loaders: tuple[Mapping[str, Any], ...]
     have_ended: tuple[bool, ...]
+    own: States = ()
 
     def as_dict(self) -> dict[str, Any]:
         """Write it as numbers and strings."""
         loaders = [dict(state) for state in self.loaders]
-        return {
+        entry = {
             "version": VERSION,
             "epoch": self.epoch,
             "batches": self.batches,
             "loaders": loaders,
             "have_ended": list(self.have_ended),
         }
+        if any(self.own):
+            entry["own"] = [list(each) for each in self.own]
+        return entry
 
     @classmethod
     def read(cls, entry: Any) -> Place:
@@ -81,14 +87,46 @@ class Place:
             ("batches", int),
             ("loaders", list),
             ("have_ended", list),
+            ("own", list),
         ):
-            if not isinstance(entry.get(name), kind):
+            if not isinstance(entry.get(name, [] if name == "own" else None), kind):
                 raise StateError(
                     f"`{name}` of `{KEY}` in the checkpoint must be of type {kind.__name__}, got "
                     f"{entry.get(name)!r:.60}. The checkpoint is damaged: take another one."
                 )
         loaders, have_ended = tuple(entry["loaders"]), tuple(map(bool, entry["have_ended"]))
-        return cls(entry["epoch"], entry["batches"], loaders, have_ended)
+        own = tuple(tuple(each) for each in entry.get("own", ()))
+        return cls(entry["epoch"], entry["batches"], loaders, have_ended, own)
+
+    @property
+    def counts_steps(self) -> bool:
+        """Whether a loader's data divides itself, so that its place is of this many ranks."""
+        return any(state.get("steps") is not None for state in self.loaders)
+
+    def own_of(self, number: int) -> tuple[str, ...]:
+        """Return what this rank has of its own of a loader's state."""
+        return self.own[number] if number < len(self.own) else ()
+
+
+def without_own(place: Place, parts: Parts, num_ranks: int) -> Place:
+    """Leave out what ranks had of their own, for another number of them to go on.
+
+    Raises:
+        StateError: If the data divides itself, so that only as many ranks can.
+    """
+    if place.counts_steps:
+        raise StateError(
+            f"`devices` must make {parts.world_size} ranks, each of which has read a part of its "
+            f"own of the training data, got {num_ranks}. Train on as many as before, or go on from "
+            "a checkpoint of the end of an epoch. With dispatch_batches=True any number would do."
+        )
+    warnings.warn(
+        f"The states that the data sets of {parts.world_size} ranks had are left out: there are "
+        f"{num_ranks} now. The samples go on where they were.",
+        ShardplugWarning,
+        stacklevel=2,
+    )
+    return replace(place, own=())
 
 
 class TrainingBook:
@@ -107,6 +145,7 @@ class TrainingBook:
         self._marks: dict[int, list[Spot]] = {}
         self._seen: Any = None
         self._views: list[LoaderView] = []
+        self._began_at: Place | None = None
 
     # -- told by the views ---------------------------------------------------------------------
 
@@ -159,7 +198,8 @@ class TrainingBook:
                 f"{len(views)}, got {len(place.loaders)}. Train on the loaders that were saved."
             )
         number = next(number for number, each in enumerate(views) if each is view)
-        start, seed = view.read_state(place.loaders[number])
+        own = place.own_of(number) if view.reads else ()
+        start, seed = view.read_state(place.loaders[number], own)
         view.go_to(start, seed)
         if place.batches == 0:
             view.set_epoch(place.epoch)
@@ -243,21 +283,32 @@ class TrainingBook:
         self._ahead = int(trainer.num_training_batches == math.inf)
         if _fetches_by_itself(trainer.lightning_module):
             self._ahead = -1
+        self._began_at = self.place
         if self.place is not None and self.place.batches:
             known = zip(self.place.loaders, self.place.have_ended, strict=True)
             self._marks[batch] = [Spot(0, 0, state, has_ended) for state, has_ended in known]
         self.place, self._was_sent = None, False
 
-    def write(self, trainer: Trainer, checkpoint: dict[str, Any]) -> None:
+    def write(self, trainer: Trainer, checkpoint: dict[str, Any]) -> Place | None:
         """Put the place into a checkpoint that is about to be saved.
 
         Not collective: one rank alone may be saving.
+
+        Returns:
+            The place, if ranks have something of their own there.
         """
         loops = checkpoint.get("loops", {}).get("fit_loop")
         if loops is None or self._trainer is None or not self._all_views():
-            return  # only weights are saved, or nothing has been trained on
+            return None  # only weights are saved, or nothing has been trained on
         loops["state_dict"].pop("combined_loader", None)  # rank 0's, which Lightning gives to all
-        checkpoint[KEY] = self._place_at(trainer, loops).as_dict()
+        place = self._place_at(trainer, loops)
+        checkpoint[KEY] = place.as_dict()
+        return place if place.batches and self.differs_by_rank else None
+
+    @property
+    def differs_by_rank(self) -> bool:
+        """Whether ranks have something of their own of the states of the training loaders."""
+        return self._trainer is not None and any(each.differs_by_rank for each in self._all_views())
 
     def _place_at(self, trainer: Trainer, loops: Mapping[str, Any]) -> Place:
         epoch = loops["epoch_progress"]["current"]["processed"]
@@ -278,9 +329,21 @@ class TrainingBook:
         known = sorted(self._marks)
         batches = next((each for each in known if each >= wanted), known[-1])
         spots = zip(self._views, self._marks[batches], strict=True)
-        states = tuple(view.state_of(spot) for view, spot in spots)
+        found = [(view.state_of(spot), view, spot) for view, spot in spots]
+        states = tuple(state for state, *_ in found)
         ended = tuple(spot.has_ended for spot in self._marks[batches])
-        return Place(self._epoch or 0, batches, states, ended)
+        own = tuple(
+            self._own_of(number, view, spot, state)
+            for number, (state, view, spot) in enumerate(found)
+        )
+        return Place(self._epoch or 0, batches, states, ended, own)
+
+    def _own_of(
+        self, number: int, view: LoaderView, spot: Spot, state: Mapping[str, Any]
+    ) -> tuple[str, ...]:
+        if spot.pass_number == 0 and self._began_at is not None:
+            return self._began_at.own_of(number)
+        return view.own_of(spot, state)
 
     def read(self, checkpoint: dict[str, Any]) -> None:
         """Take the place out of a checkpoint that has been loaded, for training to go on there.

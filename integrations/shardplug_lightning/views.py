@@ -26,12 +26,14 @@ class Spot:
         step: Steps of it that are done.
         state: The loader's state there, once it has been made.
         has_ended: Whether the loader has been read to its end before, in the same epoch.
+        own: What this rank has of its own of the state, once that has been made.
     """
 
     pass_number: int
     step: int
     state: Mapping[str, Any] | None = None
     has_ended: bool = False
+    own: tuple[str, ...] | None = None
 
 
 class Book(Protocol):
@@ -122,6 +124,11 @@ class LoaderView(_Prepared):
         return self._view_source
 
     @property
+    def reads(self) -> bool:
+        """Whether this rank reads data: of a dispatcher, the first does."""
+        return True
+
+    @property
     def track(self) -> Track:
         """What is known of its passes."""
         return self._view_track
@@ -147,6 +154,15 @@ class LoaderView(_Prepared):
         if spot.pass_number == self._view_track.pass_number and self.has_pass:
             return self.state_at(spot.step)
         return self.state_dict()
+
+    def own_of(self, spot: Spot, state: Mapping[str, Any]) -> tuple[str, ...]:
+        """Tell what is not in the state at a place: states of the source, this rank's own."""
+        if spot.own is not None:
+            return spot.own
+        is_under_way = spot.pass_number == self._view_track.pass_number and self.has_pass
+        if not is_under_way or state.get("source") is not None:
+            return ()
+        return tuple(self.rank_state(spot.step))
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         """Start a pass at its first ``next``, and have it noted.
@@ -213,6 +229,7 @@ class LoaderView(_Prepared):
         for spot in book.spots_of(self):
             if spot.state is None and spot.pass_number == self._view_track.pass_number:
                 spot.state = self.state_at(spot.step)
+                spot.own = self.own_of(spot, spot.state)
 
 
 class ShardView(LoaderView, DataLoaderShard):
@@ -221,6 +238,11 @@ class ShardView(LoaderView, DataLoaderShard):
 
 class DispatcherView(LoaderView, DataLoaderDispatcher):  # type: ignore[misc]  # see `_Prepared`
     """A view of a loader that one rank reads for all."""
+
+    @property
+    def reads(self) -> bool:
+        """Whether this rank is the one that reads."""
+        return self.comm.rank == 0
 
 
 def view_of(loader: Any, source: Any, book: Book | None = None) -> LoaderView:
