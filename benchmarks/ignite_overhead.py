@@ -1,12 +1,17 @@
 """An Ignite trainer with a `ShardHandler`, beside a bare one that iterates the same loader.
 
 python -m benchmarks.ignite_overhead [--json PATH]
+
+Short epochs of both are run in turns, and each is compared with the bare one of its own turn; what
+is told is the median of those ratios, so that what else the machine does strikes both alike. Ranks
+tell each other in each iteration whether one of them wants to stop; with ``agree_stop=False`` they
+do not, which shows what that costs.
 """
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from multiprocessing import get_context
 from statistics import median
@@ -19,13 +24,25 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
-from benchmarks.table import Row, at_most, median_interleaved, seconds, show
+from benchmarks.table import Row, at_most, seconds, show
 from shardplug import ShardEngine
 from shardplug_ignite import ShardHandler
 
-STEPS = 200
-REPEATS = 15
 LIMIT = 1.05
+ALONE_STEPS, ALONE_TURNS = 100, 60
+RANK_STEPS, RANK_TURNS = 50, 20
+
+MILLISECONDS = "DDP on 2 ranks, a step of some milliseconds"
+NOTHING = "DDP on 2 ranks, a step of next to nothing"
+NETWORKS = {MILLISECONDS: (256, 256), NOTHING: (16, 64)}
+"""Rows of a batch, and the width of the network."""
+WAYS: dict[str, dict[str, bool | int]] = {
+    MILLISECONDS: {"": True, ", agree_stop=False": False},
+    NOTHING: {"": True, ", agree_stop=16": 16, ", agree_stop=False": False},
+}
+"""How often ranks tell each other whether they want to stop."""
+WITHOUT_TARGET = {NOTHING}
+"""A message in each step costs what it costs; where steps take next to nothing, that is more."""
 
 
 def rows() -> list[Row]:
@@ -33,52 +50,81 @@ def rows() -> list[Row]:
     return [*alone(), *two_ranks()]
 
 
-def data() -> DataLoader[Any]:
-    """Batches of 8 rows of 16 numbers: as little as a loader is asked for."""
-    inputs = torch.rand(2 * 8 * STEPS, 16)
-    return DataLoader(TensorDataset(inputs, torch.zeros(len(inputs), dtype=torch.int64)), 8)
+def data(batches: int, batch_size: int) -> DataLoader[Any]:
+    """Batches of rows of 16 numbers: as little as a loader is asked for."""
+    inputs = torch.rand(batch_size * batches, 16)
+    targets = torch.zeros(len(inputs), dtype=torch.int64)
+    return DataLoader(TensorDataset(inputs, targets), batch_size)
 
 
-def network() -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Make a small network, for a step that takes next to nothing."""
-    model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 10))
-    return model, torch.optim.SGD(model.parameters(), lr=0.01)
+def network(width: int) -> nn.Module:
+    """Make a network of two layers and a head."""
+    inner = [nn.Linear(16, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU()]
+    return nn.Sequential(*inner, nn.Linear(width, 10))
+
+
+def trainer_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Engine:
+    """Make Ignite's usual trainer."""
+    return create_supervised_trainer(model, optimizer, nn.CrossEntropyLoss())
+
+
+def with_handler(trainer: Engine, **options: Any) -> Engine:
+    """Attach a handler to a trainer."""
+    ShardHandler(**options).attach(trainer)
+    return trainer
+
+
+def in_turns(runs: Mapping[str, Callable[[], object]], turns: int) -> dict[str, list[float]]:
+    """Time runs in turns, each turn beginning with another of them."""
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    names = list(runs)
+    for turn in range(turns + 2):
+        first = turn % len(names)
+        for name in names[first:] + names[:first]:
+            took = seconds(runs[name])
+            if turn >= 2:  # the first ones warm up
+                times[name].append(took)
+    return times
+
+
+def compared(what: str, times: Mapping[str, list[float]], steps: int) -> list[Row]:
+    """Say what an iteration takes, as a multiple of that of a bare engine in the same turn."""
+    bare = times["bare"]
+    found = []
+    for name, own in times.items():
+        if name == "bare":
+            continue
+        ratio = median(one / other for one, other in zip(own, bare, strict=True))
+        added = median(one - other for one, other in zip(own, bare, strict=True)) / steps
+        us = f"{added * 1e6:+.1f} us to {median(bare) / steps * 1e6:.0f} us"
+        label = f"Ignite, {what}{name}: {us}"
+        if what + name in WITHOUT_TARGET:
+            found.append(Row(label, ratio, None, "", "none", met=True))
+        else:
+            found.append(at_most(label, ratio, LIMIT, unit=""))
+    return found
 
 
 def alone() -> list[Row]:
     """Count what a handler adds to an iteration of one process."""
-    model, optimizer = network()
-    trainers: dict[str, Callable[[], Engine]] = {
+    torch.set_num_threads(1)
+    model = network(64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    loader = ShardEngine().prepare_loader(data(ALONE_STEPS, 16))
+    makers: dict[str, Callable[[], Engine]] = {
         "a step that does nothing": lambda: Engine(lambda _, __: None),
-        "a step of a small network": lambda: create_supervised_trainer(
-            model, optimizer, nn.CrossEntropyLoss()
-        ),
+        "a step of a small network": lambda: trainer_of(model, optimizer),
     }
-    loader = ShardEngine().prepare_loader(data())
     found = []
-    for what, make in trainers.items():
-        own, bare_engine = with_handler(make(), optimizer), make()
-        ours, bare = median_interleaved(
-            partial(own.run, loader), partial(bare_engine.run, loader), REPEATS
-        )
-        found.append(ratio(what, ours / len(loader), bare / len(loader)))
+    for what, make in makers.items():
+        engines = {"bare": make(), "": with_handler(make(), optimizer=optimizer)}
+        runs = {name: partial(engine.run, loader) for name, engine in engines.items()}
+        found += compared(what, in_turns(runs, ALONE_TURNS), ALONE_STEPS)
     return found
 
 
-def with_handler(trainer: Engine, optimizer: torch.optim.Optimizer) -> Engine:
-    """Attach a handler that knows the optimizer."""
-    ShardHandler(optimizer=optimizer).attach(trainer)
-    return trainer
-
-
-def ratio(what: str, ours_s: float, bare_s: float) -> Row:
-    """Say what an iteration costs, as a multiple of that of a bare engine."""
-    us = f"{ours_s * 1e6:.0f} against {bare_s * 1e6:.0f} us"
-    return at_most(f"Ignite, {what}: {us}", ours_s / bare_s, LIMIT, unit="")
-
-
 def two_ranks() -> list[Row]:
-    """Count what it adds where ranks ask each other in each iteration whether to stop."""
+    """Count what it adds on two ranks, whose models exchange gradients in each step."""
     context = get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         found = context.SimpleQueue()
@@ -91,32 +137,26 @@ def two_ranks() -> list[Row]:
         figures = found.get()
         for rank in ranks:
             rank.join()
-    return [ratio(f"DDP on 2 ranks{how}", ours, bare) for how, ours, bare in figures]
+    return [row for what, times in figures for row in compared(what, times, RANK_STEPS)]
 
 
 def measure_rank(rank: int, store: str, found: Any) -> None:
     """Be one of two ranks, and train in turns with and without a handler."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-    inner, _ = network()
-    model = DistributedDataParallel(inner)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    loader = ShardEngine().prepare_loader(data())
-
-    def trainer() -> Engine:
-        return create_supervised_trainer(model, optimizer, nn.CrossEntropyLoss())
-
-    asking = with_handler(trainer(), optimizer)
-    not_asking = trainer()
-    ShardHandler(optimizer=optimizer, agree_stop=False).attach(not_asking)
-    engines = {"bare": trainer(), "": asking, ", agree_stop=False": not_asking}
-    times: dict[str, list[float]] = {name: [] for name in engines}
-    for _ in range(REPEATS):
-        for name, engine in engines.items():
-            times[name].append(seconds(partial(engine.run, loader)) / len(loader))
-    bare = median(times.pop("bare"))
+    figures = []
+    for what, (batch_size, width) in NETWORKS.items():
+        model = DistributedDataParallel(network(width))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        loader = ShardEngine().prepare_loader(data(2 * RANK_STEPS, batch_size))
+        engines = {"bare": trainer_of(model, optimizer)}
+        for name, often in WAYS[what].items():
+            trainer = trainer_of(model, optimizer)
+            engines[name] = with_handler(trainer, optimizer=optimizer, agree_stop=often)
+        runs = {name: partial(each.run, loader) for name, each in engines.items()}
+        figures.append((what, in_turns(runs, RANK_TURNS)))
     if rank == 0:
-        found.put([(how, median(each), bare) for how, each in times.items()])
+        found.put(figures)
     dist.destroy_process_group()
 
 
