@@ -1,6 +1,6 @@
 """Run every benchmark, one after the other, and print one table.
 
-    python -m benchmarks [--only NAME]... [--quick] [--check] [--json PATH]
+    python -m benchmarks [NAME ...] [--quick] [--check] [--json PATH]
 
 Each runs in a process of its own: what one leaves in torch, or in a peer's singletons, does not
 reach the next, and one that fails is a line of the table instead of its end.
@@ -133,11 +133,13 @@ def arguments_of(words: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument(
-        "--only",
-        action="append",
-        choices=names,
+        "names",
+        nargs="*",
         metavar="NAME",
-        help=f"measure this one, and keep the others' figures; again for more: {', '.join(names)}",
+        help=f"measure these, and keep the others' figures: {', '.join(names)}",
+    )
+    parser.add_argument(
+        "--only", action="append", default=[], metavar="NAME", help="measure this one, too"
     )
     parser.add_argument("--quick", action="store_true", help="fewer repeats, rougher figures")
     parser.add_argument(
@@ -146,13 +148,18 @@ def arguments_of(words: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--json", type=Path, metavar="PATH", default=WRITTEN, help=f"write there, not to {WRITTEN}"
     )
-    return parser.parse_args(words)
+    arguments = parser.parse_args(words)
+    arguments.names += arguments.only
+    for name in arguments.names:
+        if name not in names:
+            parser.error(f"there is no benchmark {name!r}; there are {', '.join(names)}")
+    return arguments
 
 
 def main(words: Sequence[str] | None = None, measure: Measure = measure) -> int:
     """Be the command; returns its exit status."""
     arguments = arguments_of(words)
-    only: list[str] = arguments.only or []
+    only: list[str] = arguments.names
     chosen = [section for section in SECTIONS if not only or section.name in only]
     try:
         begun = results.begin(arguments.json, dict(machine.describe()), anew=not only)

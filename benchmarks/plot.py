@@ -205,7 +205,7 @@ def main(words: Sequence[str] | None = None) -> int:
     if measured is None or "curves" not in measured.more:
         print(
             f"{arguments.results} has no figures to draw. Measure them: "
-            f"python -m benchmarks --only scaling --json {arguments.results}",
+            f"python -m benchmarks scaling --json {arguments.results}",
             file=sys.stderr,
         )
         return 2

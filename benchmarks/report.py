@@ -23,7 +23,6 @@ BEGIN, END = "<!-- figures: python -m benchmarks.report -->", "<!-- end of figur
 CHOSEN = {
     "epoch of one rank of 1024, n=1e7": "indices of an epoch, 1,024 ranks, `PermutedSampler`",
     "accelerate's batches, one rank of 64, n=1e7": "the same batches as accelerate's, 64 ranks",
-    "extra memory for them, 8 ranks": "memory for them, 8 ranks",
     "loader / plain DataLoader, one rank of 64": "a loader / a plain `DataLoader`, 64 ranks",
     "prepare, load, first batch at 90 %: n=1e7, randperm, 1 rank": (
         "going on at 90 % of an epoch in torch's shuffle"
@@ -33,7 +32,6 @@ CHOSEN = {
     ),
     "images ready made, 4 ranks: step": "one reader sends 32 images to each of 4 ranks",
     "gather_for_metrics of 3 tensors, 4 ranks": "`gather_for_metrics`, 3 tensors, 4 ranks",
-    "CosineAnnealingLR, 1024 ticks": "a tick of a schedule that counts for 1,024 ranks",
 }
 """The rows for README.md by name, and what they are called there."""
 
