@@ -25,7 +25,46 @@ def of_a_training_loop(code: str) -> Scope:
     }
 
 
+def of_engines(code: str) -> Scope:
+    """A trainer and an evaluator of Ignite's, and what they work with."""
+    from ignite.engine import Engine, create_supervised_trainer
+
+    model = torch.nn.Linear(8, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    rows = TensorDataset(torch.ones(4, 8), torch.zeros(4, dtype=torch.int64))
+    loss = torch.nn.functional.cross_entropy
+    return {
+        "torch": torch,
+        "model": model,
+        "optimizer": optimizer,
+        "trainer": create_supervised_trainer(model, optimizer, loss),
+        "evaluator": Engine(lambda engine, batch: None),
+        "train_loader": DataLoader(rows, batch_size=2, shuffle=True),
+        "val_loader": DataLoader(rows, batch_size=3),
+    }
+
+
+def of_lightning(code: str) -> Scope:
+    """A module of Lightning's, data for it, and a trainer that says little."""
+    if "ckpt_path" not in code:
+        return {}
+    from lightning.pytorch.demos.boring_classes import BoringModel
+
+    return {
+        "model": BoringModel(),
+        "train_loader": DataLoader(torch.ones(16, 32), batch_size=2, shuffle=True),
+        "quiet": {
+            "accelerator": "cpu",
+            "devices": 1,
+            "logger": False,
+            "enable_progress_bar": False,
+        },
+    }
+
+
 GIVENS: dict[str, Givens] = {
+    "lightning.md": of_lightning,
+    "ignite.md": of_engines,
     "resume.md": of_a_training_loop,
 }
 """By page, as a path under docs/: a function of the code that is to run. What is given
