@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -50,9 +52,11 @@ def of_lightning(code: str) -> Scope:
         return {}
     from lightning.pytorch.demos.boring_classes import BoringModel
 
+    lines: Any = torch.ones(16, 32)
+
     return {
         "model": BoringModel(),
-        "train_loader": DataLoader(torch.ones(16, 32), batch_size=2, shuffle=True),
+        "train_loader": DataLoader(lines, batch_size=2, shuffle=True),
         "quiet": {
             "accelerator": "cpu",
             "devices": 1,
