@@ -299,7 +299,7 @@ class Attachment:
         self.global_step = saved.global_step
         self.is_tick_due = saved.is_tick_due
         if self._steps is not None:
-            self._steps.count = saved.optimizer_steps
+            self._steps.go_on(saved.optimizer_steps)
         self._host.has_resumed()
 
     def _give_back(self, saved: SavedRun, *, is_at_end: bool) -> None:
@@ -359,8 +359,7 @@ class Attachment:
         iteration = state.iteration
         is_closed = self._window is not None and iteration % self._window == 0
         if self._steps is not None:
-            self.is_tick_due, has_closed = self._steps.settle()
-            is_closed = is_closed or has_closed
+            self.is_tick_due, is_closed = self._steps.settle(is_end=is_closed)
         elif self._window is None:
             is_closed = True
         if is_closed:

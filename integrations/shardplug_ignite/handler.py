@@ -12,6 +12,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from ignite.engine import DeterministicEngine, Engine, Events
+from torch.amp.grad_scaler import GradScaler
 from torch.utils.data import DataLoader
 
 from shardplug import (
@@ -82,8 +83,8 @@ class ShardHandler:
         loader: Prepared at once, so that `loader` and its length are known before a run. None:
             loaders are prepared when an engine is given them.
         optimizer: What the trainer steps, so that real steps are known: those that a scaler did not
-            skip, at the end of a window of accumulation. A step that was skipped ends its window
-            as well, which is known of a `ScalerAwareOptimizer`, or by
+            skip, at the end of a window of accumulation. A step that was skipped ends its window as
+            well, which is known of a `ScalerAwareOptimizer`, by ``scaler``, or by
             ``gradient_accumulation_steps``; else its batch is trained on again after a resume.
         lr_scheduler: One of torch's, ticked at the end of an iteration for each real step. Attach
             Ignite's own to `step_event`.
@@ -91,6 +92,12 @@ class ShardHandler:
         gradient_accumulation_steps: Iterations of a window, where those that are a multiple of it
             end one, as in Ignite's trainers. None: a window ends when the optimizer steps, or, if
             that is not known, with each iteration.
+        scheduler_unit: What ``lr_scheduler`` counts: "updates", real optimizer steps, or "batches"
+            of the loader as it was given: a real step then ticks once for each of those that all
+            ranks took in its window, and not beyond the schedule's ``total_steps``.
+        scaler: The GradScaler by which the trainer steps. None: that of Ignite's
+            ``create_supervised_trainer(scaler=True)`` is found; an instance that was given to it
+            is to be given here, too.
         agree_stop: Whether ranks tell each other at the end of each iteration whether one of them
             wants to stop (terminate, terminate_epoch, interrupt), so that all do at the end of the
             same one. What all ask for together is done at once. Nobody waits for the word of the
@@ -124,6 +131,9 @@ class ShardHandler:
         seed_samples: Whether to seed before each sample, by its position.
         comm: The ranks; None: those of this process.
 
+    There is no ``num_processes`` or ``process_index``: the ranks of the run are the shards. A
+    loader that was prepared with them is taken as it is.
+
     Raises:
         PlanError: If an argument does not fit.
         CommError: If ranks were given different loaders, or another rank failed.
@@ -146,6 +156,8 @@ class ShardHandler:
         *,
         mode: Literal["train", "eval"] = "train",
         gradient_accumulation_steps: int | None = None,
+        scheduler_unit: Literal["updates", "batches"] = "updates",
+        scaler: GradScaler | None = None,
         agree_stop: bool | int = True,
         split_batches: bool = False,
         even_batches: bool = True,
@@ -188,6 +200,7 @@ class ShardHandler:
             "use_stateful_dataloader": use_stateful_dataloader,
             "seed_samples": seed_samples,
             "gradient_accumulation_steps": gradient_accumulation_steps or 1,
+            "scheduler_unit": scheduler_unit,
             "torch_device_mesh": torch_device_mesh,
             "data_axes": data_axes,
             "comm": comm,
@@ -205,7 +218,12 @@ class ShardHandler:
         if gradient_accumulation_steps == 0:
             raise PlanError("`gradient_accumulation_steps` must be at least 1, got 0.")
         self._shards = ShardEngine(**self._engine_options)  # raises where one does not fit
-        self._steps = _real_steps(optimizer, lr_scheduler, is_eval=self._is_eval)
+        ticks = None
+        if scheduler_unit == "batches":
+            ticks = 1 if split_batches else self._shards.shard.count
+        self._steps = _real_steps(
+            optimizer, lr_scheduler, scaler, ticks_per_batch=ticks, is_eval=self._is_eval
+        )
         self._prepared: WeakKeyDictionary[DataLoader[Any], Prepared] = WeakKeyDictionary()
         # What is no DataLoader cannot be watched: the latest is kept.
         self._latest: tuple[Any, Prepared] | None = None
@@ -290,7 +308,7 @@ class ShardHandler:
         state: Any = engine.state
         state.shard = ShardProgress(attachment)
         if self._steps is not None:
-            self._steps.listen()
+            self._steps.listen(getattr(state, "scaler", None))
 
     def detach(self, engine: Engine) -> None:
         """Let an engine read what it is given, from its next run on; nothing if not attached.
@@ -432,15 +450,36 @@ def _check_agree_stop(agree_stop: Any) -> None:
         )
 
 
-def _real_steps(optimizer: Any, lr_scheduler: Any, *, is_eval: bool) -> RealSteps | None:
-    if optimizer is None and lr_scheduler is None:
-        return None
-    if is_eval:
+def _real_steps(
+    optimizer: Any,
+    lr_scheduler: Any,
+    scaler: Any,
+    *,
+    ticks_per_batch: int | None,
+    is_eval: bool,
+) -> RealSteps | None:
+    is_known = optimizer is not None or lr_scheduler is not None
+    if is_eval and (is_known or scaler is not None):
         raise PlanError(
-            "`optimizer` and `lr_scheduler` must be left out with mode='eval', got one of them. "
-            "Give them to the handler of the trainer."
+            "`optimizer`, `lr_scheduler` and `scaler` must be left out with mode='eval', got one "
+            "of them. Give them to the handler of the trainer."
         )
-    return RealSteps(optimizer, lr_scheduler)
+    if ticks_per_batch is not None and lr_scheduler is None:
+        raise PlanError(
+            "`scheduler_unit` must be 'updates' without lr_scheduler, got 'batches'. Pass "
+            "lr_scheduler=..., which may be ticked several times for a step."
+        )
+    if scaler is not None and not isinstance(scaler, GradScaler):
+        raise PlanError(
+            f"`scaler` must be a torch.amp.GradScaler, got {type(scaler).__name__}. Leave it out: "
+            "that of Ignite's trainer is found."
+        )
+    if scaler is not None and not is_known:
+        raise PlanError(
+            "`scaler` must come with the optimizer whose steps it may skip, got none. "
+            "Pass optimizer=..."
+        )
+    return RealSteps(optimizer, lr_scheduler, scaler, ticks_per_batch) if is_known else None
 
 
 def _leave_ended_run(engine: Engine) -> None:

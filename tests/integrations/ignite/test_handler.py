@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 from collections.abc import Callable, Iterator
 from itertools import chain
 from typing import Any
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from ignite.engine import DeterministicEngine, Engine, Events
 from torch.utils.data import DataLoader, Sampler
 
-from shardplug import Comm, CommError, PlanError, ShardEngine, SoloComm
+from shardplug import Comm, CommError, PlanError, ShardEngine, SoloComm, prepare_data_loader
 from shardplug.plan.split import Tail
 from shardplug.testing import run_ranks
 from shardplug_ignite import ShardHandler
@@ -681,6 +682,30 @@ def test_an_exception_of_a_step_reaches_the_user() -> None:
 
 
 # Options.
+
+
+ELSEWHERE = {
+    "dataloader": "loader",
+    "num_processes": "",  # the ranks of the run are the shards
+    "process_index": "",
+}
+"""Options of the core that have another name here, or none."""
+
+
+def test_every_option_of_the_core_is_there_with_its_default() -> None:
+    ours = inspect.signature(ShardHandler.__init__).parameters
+    differs = {"mode", "gradient_accumulation_steps"}  # None: the optimizer tells
+    # The engine's own, which the handler makes loaders with.
+    differs |= {"rng_types", "use_seedable_sampler", "put_on_device"}
+    for core in (prepare_data_loader, ShardEngine.__init__):
+        for name, option in inspect.signature(core).parameters.items():
+            if name == "self" or name in ELSEWHERE:
+                assert ELSEWHERE.get(name, "loader") in {"", *ours}
+                continue
+            assert name in ours, name
+            if name not in differs:
+                assert ours[name].default == option.default, name
+            assert f"        {name}: " in (ShardHandler.__doc__ or ""), name
 
 
 def test_batches_are_put_on_the_device() -> None:

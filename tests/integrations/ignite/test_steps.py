@@ -14,10 +14,11 @@ from ignite.engine import Engine, Events, create_supervised_trainer
 from ignite.handlers import LRScheduler as IgniteLRScheduler
 from ignite.handlers import PiecewiseLinear
 from torch import nn
-from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau
 from torch.utils.data import DataLoader, TensorDataset
 
-from shardplug import PlanError, ScalerAwareOptimizer, SoloComm
+from shardplug import Comm, PlanError, ScalerAwareOptimizer, SoloComm
+from shardplug.testing import run_ranks
 from shardplug_ignite import ShardHandler
 
 BATCHES = 8
@@ -250,38 +251,128 @@ def test_gradients_that_were_not_stepped_with_are_made_again(way: str, event: An
         torch.testing.assert_close(weights, whole, rtol=0, atol=1e-6, msg=f"{way} {number}")
 
 
-@pytest.mark.parametrize("is_wrapped", [True, False])
-def test_a_step_that_was_skipped_ends_its_window_where_that_is_known(is_wrapped: bool) -> None:
-    """Of a plain optimizer it is not: its batch would be trained on again after a resume."""
+SKIPPED_KNOWN = [(1, 0), (2, 1), (3, 1), (4, 2)]
+SKIPPED_UNKNOWN = [(0, 0), (2, 1), (2, 1), (4, 2)]
+
+
+@pytest.mark.filterwarnings("ignore:.*Disabling autocast")
+@pytest.mark.parametrize(
+    ("way", "marks"),
+    [
+        ("wrapped", SKIPPED_KNOWN),
+        ("told", SKIPPED_KNOWN),
+        ("told, fused", SKIPPED_KNOWN),
+        ("found", SKIPPED_KNOWN),
+        ("ignite", SKIPPED_KNOWN),
+        ("unknown", SKIPPED_UNKNOWN),
+        ("unknown, fused", SKIPPED_UNKNOWN),
+    ],
+)
+def test_a_step_that_was_skipped_ends_its_window_where_that_is_known(
+    way: str, marks: list[tuple[int, int]]
+) -> None:
+    """Where it is not, its batch would be trained on again after a resume."""
     torch.manual_seed(0)
     model = nn.Linear(3, 1)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    plain = torch.optim.SGD(model.parameters(), lr=0.1)
-    optimizer = ScalerAwareOptimizer(plain, scaler=scaler) if is_wrapped else plain
+    plain = torch.optim.SGD(model.parameters(), lr=0.1, fused="fused" in way)
+    optimizer = ScalerAwareOptimizer(plain, scaler=scaler) if way == "wrapped" else plain
 
     def step(_: Engine, batch: Any) -> None:
         optimizer.zero_grad()
         scaler.scale(nn.functional.mse_loss(model(batch[0]), batch[1])).backward()
-        if is_wrapped:
+        if way == "wrapped":
             optimizer.step()
         else:
             scaler.step(optimizer)
             scaler.update()
 
     trainer = Engine(step)
-    handler = ShardHandler(optimizer=optimizer, comm=SoloComm())
+    if way == "ignite":
+        trainer = create_supervised_trainer(
+            model, optimizer, nn.MSELoss(), amp_mode="amp", scaler=scaler
+        )
+    state: Any = trainer.state
+    if way == "found":
+        state.scaler = scaler  # as create_supervised_trainer(scaler=True) leaves it
+    is_told = way.startswith("told") or way == "ignite"
+    handler = ShardHandler(optimizer=optimizer, scaler=scaler if is_told else None, comm=SoloComm())
     handler.attach(trainer)
-    marks: list[tuple[int, int]] = []
+    found: list[tuple[int, int]] = []
 
     def look() -> None:
-        state = handler.state_dict()
-        marks.append((state["iteration"], state["optimizer_steps"]))
+        saved = handler.state_dict()
+        found.append((saved["iteration"], saved["optimizer_steps"]))
 
     trainer.add_event_handler(Events.ITERATION_COMPLETED, look)
     trainer.run(rows((0, 2)), max_iters=4)
-    assert marks == (
-        [(1, 0), (2, 1), (3, 1), (4, 2)] if is_wrapped else [(0, 0), (2, 1), (2, 1), (4, 2)]
+    assert found == marks
+
+
+def scheduled(
+    world_size: int, *, accumulation: int = 1, poisoned: tuple[int, ...] = (), **options: Any
+) -> list[float]:
+    """The learning rate after each of 8 iterations, of a schedule that counts; on rank 0."""
+
+    def rank(comm: Comm) -> list[float]:
+        training = Training(accumulation=accumulation, is_scaled=bool(poisoned))
+        schedule = LambdaLR(training.optimizer, float)
+        handler = ShardHandler(
+            lr_scheduler=schedule,
+            scheduler_unit="batches",
+            scaler=training.scaler,
+            comm=comm,
+            already_sharded=True,
+            **options,
+        )
+        handler.attach(training.trainer)
+        found: list[float] = []
+        training.trainer.add_event_handler(
+            Events.ITERATION_COMPLETED, lambda: found.append(float(schedule.get_last_lr()[0]))
+        )
+        training.trainer.run(rows(poisoned), max_epochs=1)
+        return found
+
+    return run_ranks(world_size, rank)[0]
+
+
+@pytest.mark.filterwarnings("ignore:.*Disabling autocast")
+def test_a_schedule_may_count_batches_of_the_loader_as_it_was_given() -> None:
+    assert scheduled(1) == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert scheduled(3) == [3, 6, 9, 12, 15, 18, 21, 24]
+    assert scheduled(2, split_batches=True) == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert scheduled(2, accumulation=4) == [0, 0, 0, 8, 8, 8, 8, 16]
+    # What was skipped is not made up for.
+    assert scheduled(2, poisoned=(0, 2)) == [0, 2, 2, 4, 6, 8, 10, 12]
+    assert scheduled(2, accumulation=2, poisoned=(2,)) == [0, 4, 4, 4, 4, 8, 8, 12]
+
+
+@pytest.mark.parametrize("unit", ["updates", "batches"])
+def test_a_schedule_does_not_run_past_its_end(unit: Any) -> None:
+    training = Training()
+    schedule = OneCycleLR(training.optimizer, 1.0, total_steps=5)
+    ShardHandler(lr_scheduler=schedule, scheduler_unit=unit, comm=SoloComm()).attach(
+        training.trainer
     )
+    training.trainer.run(rows(), max_epochs=1)
+    assert schedule.last_epoch == 5
+
+
+def test_a_schedule_that_counts_batches_goes_on_inside_a_window() -> None:
+    """The window is made again from its start, and counted once."""
+    training = Training(accumulation=4)
+    schedule = LambdaLR(training.optimizer, float)
+    handler = ShardHandler(lr_scheduler=schedule, scheduler_unit="batches", comm=SoloComm())
+    handler.attach(training.trainer)
+    with training.trainer.add_event_handler(
+        Events.ITERATION_COMPLETED(once=6), training.trainer.terminate
+    ):
+        training.trainer.run(rows(), max_epochs=1)
+    handler.load_state_dict(handler.state_dict())
+    assert schedule.last_epoch == 4
+    training.trainer.run(rows(), max_epochs=1)
+    assert training.trainer.state.iteration == 8
+    assert schedule.last_epoch == 8
 
 
 def test_dropout_goes_on_where_ranks_told_each_other_of_it() -> None:
@@ -355,8 +446,18 @@ def test_schedules_that_do_not_fit_are_refused() -> None:
     for wrong in (ReduceLROnPlateau(optimizer), PiecewiseLinear(optimizer, "lr", [(0, 1.0)])):
         with pytest.raises(PlanError, match=r"one of torch's that step\(\) moves on without a met"):
             ShardHandler(lr_scheduler=wrong, comm=SoloComm())
-    with pytest.raises(PlanError, match="must be left out with mode='eval', got one of them"):
-        ShardHandler(optimizer=optimizer, mode="eval", comm=SoloComm())
+    scaler = torch.amp.GradScaler("cpu")
+    for options in ({"optimizer": optimizer}, {"scaler": scaler}):
+        with pytest.raises(PlanError, match="must be left out with mode='eval', got one of them"):
+            ShardHandler(mode="eval", comm=SoloComm(), **options)
+    with pytest.raises(PlanError, match=r"`scaler` must be a torch\.amp\.GradScaler, got int\. Le"):
+        ShardHandler(optimizer=optimizer, scaler=3, comm=SoloComm())  # type: ignore[arg-type]
+    with pytest.raises(PlanError, match="`scaler` must come with the optimizer whose steps it ma"):
+        ShardHandler(scaler=scaler, comm=SoloComm())
+    with pytest.raises(PlanError, match="`scheduler_unit` must be 'updates' without lr_scheduler"):
+        ShardHandler(optimizer=optimizer, scheduler_unit="batches", comm=SoloComm())
+    with pytest.raises(PlanError, match="`scheduler_unit` must be 'batches' or 'updates', got 'd"):
+        ShardHandler(lr_scheduler=schedule, scheduler_unit="days", comm=SoloComm())  # type: ignore[arg-type]
 
 
 def test_there_are_no_steps_without_an_optimizer() -> None:
