@@ -21,8 +21,8 @@ ROOT = Path(__file__).parents[1]
 PAGE, README = ROOT / "docs" / "benchmarks.md", ROOT / "README.md"
 BEGIN, END = "<!-- figures: python -m benchmarks.report -->", "<!-- end of figures -->"
 CHOSEN = {
-    "epoch of one rank of 1024, n=1e7": "indices of an epoch, 1,024 ranks, `PermutedSampler`",
-    "accelerate's batches, one rank of 64, n=1e7": "the same batches as accelerate's, 64 ranks",
+    "epoch of one rank of 1024, n=1e7": "one rank's indices, 1,024 ranks, `PermutedSampler`",
+    "accelerate's batches, one rank of 64, n=1e7": "the same as accelerate's, 64 ranks",
     "loader / plain DataLoader, one rank of 64": "a loader / a plain `DataLoader`, 64 ranks",
     "prepare, load, first batch at 90 %: n=1e7, randperm, 1 rank": (
         "going on at 90 % of an epoch in torch's shuffle"
@@ -157,7 +157,7 @@ def put(text: str, page: str, where: Path) -> str:
     _, _, after = rest.partition(END)
     if page.count(BEGIN) != 1 or page.count(END) != 1 or END in before:
         raise ReportError(f"{where} must have one line {BEGIN!r}, and {END!r} below it.")
-    return f"{before}{BEGIN}\n{text}\n{END}{after}"
+    return f"{before}{BEGIN}\n\n{text}\n\n{END}{after}"
 
 
 def write(found: Results) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from torch.utils.data import DistributedSampler
 
+from shardplug.cli import main
 from tests.blocks import (
     check_reads,
     need,
@@ -91,7 +92,8 @@ def test_what_it_says_of_torchs_sampler() -> None:
 
 
 def test_what_it_points_to_is_there() -> None:
-    links = re.findall(r"\]\(([^)]+)\)", README)
+    links = re.findall(r"\]\(([^)]+)\)|(?:src|srcset)=\"([^\"]+)\"", README)
+    links = [link or picture for link, picture in links]
     assert len(links) > 5
     anchors = {
         "#" + heading.lower().replace(" ", "-")
@@ -108,3 +110,17 @@ def test_the_commands_are_targets_of_make() -> None:
     assert "make help" in README
     for command in commands:
         assert re.search(rf"^{command}:", makefile, flags=re.MULTILINE), command
+
+
+def test_the_picture_of_a_plan_is_what_its_command_draws(tmp_path: Path) -> None:
+    matplotlib = pytest.importorskip("matplotlib")
+    words = re.findall(r"^`shardplug (plan .*) --plot plan\.svg`", README, flags=re.MULTILINE)
+    assert len(words) == 1
+    path = tmp_path / "plan.svg"
+    assert main([*words[0].split(), "--plot", str(path)]) == 0
+    drawn = path.read_text(encoding="utf-8")
+    kept = (ROOT / "docs" / "pictures" / "plan.svg").read_text(encoding="utf-8")
+    if f"Matplotlib v{matplotlib.__version__}" in kept:
+        assert drawn == kept
+    else:  # another release places letters elsewhere, but not other ones
+        assert drawn.count("<path") == kept.count("<path")
