@@ -14,13 +14,14 @@ from tests.blocks import ROOT
 
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
 
-ERRORS = {"PlanError", "BatchError", "StateError", "CommError", "OptionError"}
+ERRORS = {"PlanError", "BatchError", "StateError", "CommError", "OptionError", "Refusal"}
 SAYS = {"warn", "warning", "info"}
 VALUE = "\N{REPLACEMENT CHARACTER}"
 """Stands for what is put into a message when it is raised."""
 
 # Errors whose message is put together elsewhere: where, and how it begins.
 INDIRECT = {
+    ("parts.py", "problems[0]"): [f"`{VALUE}` must be there to be read, got {VALUE}: {VALUE}"],
     ("testing.py", "reason"): ["All ranks must be done within"],
     ("testing.py", "self._failure"): [
         "Every rank must be in the same collective, but",
@@ -57,7 +58,9 @@ def messages_in(source: str, name: str) -> Iterator[tuple[str, str]]:
         place = f"{name}:{node.lineno}"
         text = text_of(node.args[0])
         if text is None:
-            for begins in INDIRECT[name.rpartition("/")[2], ast.unparse(node.args[0])]:
+            variable = ast.unparse(node.args[0])
+            unknown = [f"{variable} is no text: name what it may be in INDIRECT"]
+            for begins in INDIRECT.get((name.rpartition("/")[2], variable), unknown):
                 yield place, begins
         else:
             yield place, text
@@ -127,6 +130,7 @@ def test_the_messages_are_found() -> None:
         ),
         ("warnings.warn('no effect', ShardplugWarning)", ["no effect"]),
         ("raise ValueError('not ours')", []),
+        ("raise PlanError(text)", ["text is no text: name what it may be in INDIRECT"]),
     ],
 )
 def test_a_message_is_read_as_it_is_raised(source: str, expected: list[str]) -> None:
