@@ -14,7 +14,7 @@ from pathlib import Path
 
 from benchmarks import results
 from benchmarks.results import KEPT, Measured, Results, ResultsError
-from benchmarks.sections import SECTIONS, Goal, section_of
+from benchmarks.sections import SECTIONS, Goal, Section, section_of
 from benchmarks.table import Row, cells
 
 ROOT = Path(__file__).parents[1]
@@ -50,25 +50,31 @@ def page_of(found: Results) -> str:
         "",
         "### What was to be reached",
         "",
-        "| to reach | met |",
-        "| --- | --- |",
+        "| to reach | figures that tell | met |",
+        "| --- | --- | --- |",
     ]
-    lines += [f"| {goal.text} | {answer} |" for goal, answer in answers(found)]
+    for section in SECTIONS:
+        for goal, answer in answers(found, section):
+            lines.append(f"| {goal.text} | {_tellers(section, goal)} | {answer} |")
     for measured in found.sections:
         lines += ["", f"### {section_of(measured.name).title}", "", *_table(measured.rows)]
         lines += ["", f"`python -m benchmarks.{measured.name}`, {_when(measured)}"]
     return "\n".join(lines)
 
 
-def answers(found: Results) -> Iterator[tuple[Goal, str]]:
-    """Tell of each goal whether it is met."""
-    for section in SECTIONS:
-        measured = found.section(section.name)
-        for goal in section.goals:
-            rows = (
-                [row for row in measured.rows if goal.is_answered_by(row.what)] if measured else []
-            )
-            yield goal, _answer(goal, [row for row in rows if row.target])
+def answers(found: Results, section: Section) -> Iterator[tuple[Goal, str]]:
+    """Tell of each goal of a section whether it is met."""
+    measured = found.section(section.name)
+    rows = [row for row in measured.rows if row.target] if measured else []
+    for goal in section.goals:
+        yield goal, _answer(goal, [row for row in rows if goal.is_answered_by(row.what)])
+
+
+def _tellers(section: Section, goal: Goal) -> str:
+    """Name the rows that answer a goal by how they begin, and the section where they stand."""
+    named = ", ".join(f"`{row} …`" for row in goal.rows if row)
+    where = f"`{section.name}`"
+    return f"{where}: {named}" if named and len(goal.rows) <= 3 else where
 
 
 def _answer(goal: Goal, rows: Sequence[Row]) -> str:

@@ -177,7 +177,11 @@ SECTIONS = (
             Goal(
                 "A step worth 1024 ticks costs ≤ 1.5 times one tick, four schedules, with the "
                 "values of single ticks to 1e-12",
-                ("LambdaLR, ", "CosineAnnealingLR, ", "LinearLR, ", "OneCycleLR, "),
+                tuple(
+                    f"{schedule}, {told}"
+                    for schedule in ("LambdaLR", "CosineAnnealingLR", "LinearLR", "OneCycleLR")
+                    for told in ("1024 ticks / 1", "relative difference")
+                ),
             ),
         ),
     ),
