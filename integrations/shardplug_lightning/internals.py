@@ -12,7 +12,11 @@ out if the name has gone:
   count otherwise where a run goes on with another number of ranks;
 * ``Trainer.fit_loop._combined_loader._mode``, which says whether the shortest or the longest of
   several loaders makes the length of an epoch;
-* ``Trainer.fit_loop._data_fetcher``, which holds a batch where no length is known.
+* ``Trainer.fit_loop._data_fetcher``, which holds a batch where no length is known;
+* ``Trainer.fit_loop._restarting``, for which Lightning leaves out schedules at the end of an epoch;
+* ``_should_check_val_fx`` and ``_batches_that_stepped`` of ``Trainer.fit_loop.epoch_loop``, which
+  tell whether a validation is due after a batch, and count the steps of loggers;
+* ``Trainer._logger_connector._callback_metrics``: the public way to them may wait for other ranks.
 
 (Besides, `ShardStrategy` overrides ``_configure_launcher``, as Lightning's own strategies do, and
 with it touches ``_launcher`` and ``_start_method`` of the class it extends.)
@@ -177,10 +181,81 @@ def fetch_again(trainer: Trainer) -> None:
     Raises:
         PlanError: If this version of Lightning fetches in another way.
     """
+    iter(_fetcher(trainer))
+
+
+def goes_back_to_a_step(trainer: Trainer) -> bool:
+    """Tell whether Lightning goes back into the epoch that it counted last."""
+    return bool(trainer.fit_loop.restarting)
+
+
+def leave_restart(trainer: Trainer) -> None:
+    """Have Lightning end the epoch that it goes back into as any other.
+
+    Raises:
+        PlanError: If this version of Lightning does otherwise.
+    """
+    loop: Any = trainer.fit_loop
+    if not isinstance(getattr(loop, "_restarting", None), bool):
+        raise _cannot_go_on("Trainer.fit_loop._restarting")
+    # Of this loop alone: the public property is that of the loops inside too.
+    loop._restarting = False  # noqa: SLF001  # see above
+
+
+def is_validation_due(trainer: Trainer) -> bool:
+    """Tell whether Lightning validates after the batch that it counted last.
+
+    Raises:
+        PlanError: If this version of Lightning does not tell.
+    """
+    loop: Any = trainer.fit_loop.epoch_loop
+    check = getattr(loop, "_should_check_val_fx", None)
+    if check is None:
+        raise _cannot_go_on("Trainer.fit_loop.epoch_loop._should_check_val_fx")
+    return bool(check(_fetcher(trainer)))
+
+
+def count_logged_steps(trainer: Trainer, by: int) -> None:
+    """Move the count by which loggers number what they are given.
+
+    Raises:
+        PlanError: If this version of Lightning counts in another way.
+    """
+    loop: Any = trainer.fit_loop.epoch_loop
+    if not isinstance(getattr(loop, "_batches_that_stepped", None), int):
+        raise _cannot_go_on("Trainer.fit_loop.epoch_loop._batches_that_stepped")
+    loop._batches_that_stepped += by  # noqa: SLF001  # see above
+
+
+def end_epoch(trainer: Trainer) -> None:
+    """Have Lightning find no further batch in the epoch that it goes back into.
+
+    Raises:
+        PlanError: If this version of Lightning fetches in another way.
+    """
+    fetcher = _fetcher(trainer)
+    fetcher.done = True
+    getattr(fetcher, "batches", []).clear()  # it fetches anew for the next epoch
+
+
+def callback_metrics(trainer: Trainer) -> dict[str, Any]:
+    """Return what callbacks see, without computing anything.
+
+    Raises:
+        PlanError: If this version of Lightning keeps it elsewhere.
+    """
+    connector = getattr(trainer, "_logger_connector", None)
+    metrics = getattr(connector, "_callback_metrics", None)
+    if not isinstance(metrics, dict):
+        raise _cannot_go_on("Trainer._logger_connector._callback_metrics")
+    return metrics
+
+
+def _fetcher(trainer: Trainer) -> Any:
     fetcher = getattr(trainer.fit_loop, "_data_fetcher", None)
     if fetcher is None:
         raise _cannot_go_on("Trainer.fit_loop._data_fetcher")
-    iter(fetcher)
+    return fetcher
 
 
 def _as_it_is(dataloader: object, shuffle: bool, mode: Any) -> object:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import inspect
 import math
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,6 +21,7 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.utilities import CombinedLoader
 
 from shardplug import ShardplugWarning, StateError
+from shardplug_lightning.endings import Owed, known_metrics, owed_after, rewind
 from shardplug_lightning.internals import (
     count_as_over,
     count_batches,
@@ -146,6 +147,7 @@ class TrainingBook:
         self._seen: Any = None
         self._views: list[LoaderView] = []
         self._began_at: Place | None = None
+        self._owed = Owed()
 
     # -- told by the views ---------------------------------------------------------------------
 
@@ -236,11 +238,18 @@ class TrainingBook:
         if place is None or not views:
             return
         if trainer.num_training_batches == math.inf:
-            if not self._was_sent:
-                fetch_again(trainer)  # what was fetched before the checkpoint was read
-            if place.batches == 0 and place.epoch == trainer.current_epoch:
-                count_batches(trainer, 0)
-            return
+            self._count_open_end(trainer, place)
+        else:
+            self._count(trainer, place, views)
+        self._owed.settle(trainer)
+
+    def _count_open_end(self, trainer: Trainer, place: Place) -> None:
+        if not self._was_sent:
+            fetch_again(trainer)  # what was fetched before the checkpoint was read
+        if place.batches == 0 and place.epoch == trainer.current_epoch:
+            count_batches(trainer, 0)
+
+    def _count(self, trainer: Trainer, place: Place, views: Sequence[LoaderView]) -> None:
         for view in views:
             self._send(view, place)
         if place.batches == 0:
@@ -302,7 +311,7 @@ class TrainingBook:
             return None  # only weights are saved, or nothing has been trained on
         loops["state_dict"].pop("combined_loader", None)  # rank 0's, which Lightning gives to all
         place = self._place_at(trainer, loops)
-        checkpoint[KEY] = place.as_dict()
+        checkpoint[KEY] = {**place.as_dict(), "metrics": known_metrics(trainer)}
         return place if place.batches and self.differs_by_rank else None
 
     @property
@@ -354,7 +363,7 @@ class TrainingBook:
         Raises:
             StateError: If what is there is no place.
         """
-        self.place, self._was_sent = None, False
+        self.place, self._was_sent, self._owed = None, False, Owed()
         loops = checkpoint.get("loops", {}).get("fit_loop")
         if loops is None:
             return
@@ -362,16 +371,23 @@ class TrainingBook:
         validation = loops["epoch_loop.val_loop.batch_progress"]
         if validation["current"]["ready"] and not _is_over(validation, None):
             # Lightning goes back into one that failed inside a step, at its first batch here.
-            _rewind(validation, 0)
+            rewind(validation, 0)
         done = loops["epoch_loop.batch_progress"]["current"]["processed"]
         epoch = loops["epoch_progress"]["current"]["processed"]
         if KEY not in checkpoint:
             if not _is_over(loops["epoch_loop.batch_progress"], None) and done:
                 _warn_of_no_place(done)
             return
-        self.place = Place.read(checkpoint[KEY])
-        if self.place.epoch == epoch and self.place.batches < done:
-            _rewind(loops["epoch_loop.batch_progress"], self.place.batches)
+        self.place = place = Place.read(checkpoint[KEY])
+        if place.epoch == epoch and place.batches < done:
+            rewind(loops["epoch_loop.batch_progress"], place.batches)
+        is_over = place.epoch > epoch
+        self._owed = owed_after(
+            loops,
+            is_whole=is_over or place.batches == done,
+            is_over=is_over,
+            metrics=checkpoint[KEY].get("metrics", {}),
+        )
 
 
 def _is_over(progress: Mapping[str, Any], num_batches: float | None) -> bool:
@@ -379,15 +395,6 @@ def _is_over(progress: Mapping[str, Any], num_batches: float | None) -> bool:
     current = progress["current"]
     is_last = progress["is_last_batch"] or current["ready"] == num_batches
     return bool(is_last) and current["processed"] == current["ready"] > 0
-
-
-def _rewind(progress: Mapping[str, Any], batches: int) -> None:
-    """Count as if the batch after the given ones had failed: Lightning then makes it again."""
-    current, total = progress["current"], progress["total"]
-    before = total["processed"] - current["processed"]
-    for name in ("ready", "started", "processed", "completed"):
-        current[name] = batches + (name in {"ready", "started"})
-        total[name] = before + current[name]
 
 
 def _longest_window(trainer: Trainer) -> int:

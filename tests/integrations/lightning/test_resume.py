@@ -145,9 +145,13 @@ def test_a_run_goes_on_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
             expected = {f"train {e}": deal(e, 0, 2)[rank] for e in range(epoch, EPOCHS)}
             expected[f"train {epoch}"] = expected[f"train {epoch}"][batch:]
             assert seen_after == expected
-            # All that it is told is the same too, from the first batch that is trained on.
-            start = log.index(("train", epoch, batch, batch == STEPS - 1))
-            assert log_after == log[start:]
+            # All that it is told is the same too, from the checkpoint on.
+            assert log_after == rest_of(log, step)
+
+
+def rest_of(log: list[Any], step: int) -> list[Any]:
+    """List what comes after a checkpoint in the end of a batch: after that, rates are noted."""
+    return log[[number for number, (kind, *_) in enumerate(log) if kind == "rate"][step - 1] + 1 :]
 
 
 def go_on(comm: Comm, folder: Path, steps: Sequence[int]) -> list[tuple[Seen, list[Any]]]:
@@ -185,9 +189,11 @@ def test_a_run_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:
                     for e in range(epoch, EPOCHS)
                     for number in range(num_batches - left if e == epoch else 0, num_batches)
                 ]
+                # Also with that of an epoch that had ended but for this.
                 validated = [entry[1] for entry in log if entry[0] == "validate"]
-                assert sorted(set(validated)) == list(range(epoch, EPOCHS))
-                assert len(validated) == 6 // num_ranks * (EPOCHS - epoch)
+                first = epoch - (batch == 0)
+                assert sorted(set(validated)) == list(range(first, EPOCHS))
+                assert len(validated) == 6 // num_ranks * (EPOCHS - first)
                 rates = [entry[1] for entry in log if entry[0] == "rate"]
                 # The schedule steps with the last batch of an epoch, before it is noted.
                 assert rates[0] == 0.5 ** (epoch if left > 1 else epoch + 1)
@@ -302,7 +308,7 @@ def test_loaders_of_any_kind_go_on(tmp_path: Path, kind: str, steps: int) -> Non
         expected = {f"train {e}": seen[f"train {e}"] for e in range(epoch, EPOCHS)}
         expected[f"train {epoch}"] = expected[f"train {epoch}"][at:]
         assert after == expected
-        assert log_after == log[log.index(("train", epoch, at, at == steps - 1)) :]
+        assert log_after == rest_of(log, batch)
 
 
 # -- a window of accumulated gradients that a stop cuts open -------------------------------------

@@ -1,0 +1,139 @@
+"""What Lightning had still to do when a checkpoint was saved in the end of a batch or an epoch.
+
+A callback that saves in ``on_train_batch_end`` does so before the validation that may be due after
+the batch, and before schedules follow what they monitor; one that saves in ``on_train_epoch_end``,
+before those that do so by epoch. A run that goes on from there has to do it first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from lightning.pytorch import Trainer
+
+from shardplug_lightning.internals import (
+    callback_metrics,
+    count_logged_steps,
+    end_epoch,
+    goes_back_to_a_step,
+    is_validation_due,
+    leave_restart,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Owed:
+    """What is still to be done.
+
+    Attributes:
+        batches: How many batches of the epoch were done, if it was saved in the end of one.
+        is_last: Whether that batch is the last of its epoch.
+        epochs: How many epochs were done, if it was saved in the end of one.
+        metrics: What callbacks and schedules saw then.
+    """
+
+    batches: int | None = None
+    is_last: bool = False
+    epochs: int | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+    def settle(self, trainer: Trainer) -> None:
+        """Do it, or let Lightning, at the start of a run that goes on.
+
+        Args:
+            trainer: The trainer, whose loops count from the checkpoint.
+
+        Raises:
+            PlanError: If this version of Lightning cannot be told so.
+        """
+        for name, value in self.metrics.items():
+            tensor = torch.tensor(value, device=trainer.strategy.root_device)
+            trainer.callback_metrics.setdefault(name, tensor)
+        if self.epochs is not None and not goes_back_to_a_step(trainer):
+            step_plateaus(trainer, "epoch", self.epochs)
+        leave_restart(trainer)
+        if self.batches is not None:
+            self._settle_batch(trainer, self.batches)
+
+    def _settle_batch(self, trainer: Trainer, batches: int) -> None:
+        if is_validation_due(trainer):
+            # Lightning goes back to it, and then to what follows. It counts the step once more.
+            if not self.is_last:
+                count_logged_steps(trainer, -1)
+            return
+        step_plateaus(trainer, "step", batches)
+        if self.is_last:
+            count_logged_steps(trainer, 1)
+            end_epoch(trainer)
+
+
+def owed_after(
+    loops: dict[str, Any], *, is_whole: bool, is_over: bool, metrics: Mapping[str, float]
+) -> Owed:
+    """Find out what is still to be done after a checkpoint; Lightning's counts are set for it.
+
+    Args:
+        loops: The checkpoint's counts of the loops of ``fit``.
+        is_whole: Whether training goes on after the batch in whose end it was saved: not where a
+            window of accumulated gradients is made again.
+        is_over: Whether the epoch of that batch is.
+        metrics: That were saved.
+    """
+    progress = loops["epoch_loop.batch_progress"]
+    current, epochs = progress["current"], loops["epoch_progress"]["current"]
+    if epochs["processed"] == epochs["completed"] + 1:
+        return Owed(epochs=epochs["processed"], metrics=metrics)
+    counts = {current[name] for name in ("ready", "started", "processed")}
+    if not is_whole or counts != {current["completed"] + 1}:
+        return Owed(metrics=metrics)
+    rewind(loops["epoch_loop.val_loop.batch_progress"], 0)  # that is run from there, if it is due
+    if is_over:
+        # Else Lightning would count the epoch as done, and leave out all that ends it.
+        for counted in (current, progress["total"]):
+            counted["completed"] = counted["processed"]
+    return Owed(current["processed"], is_over, metrics=metrics)
+
+
+def rewind(progress: Mapping[str, Any], batches: int) -> None:
+    """Count as if the batch after the given ones had failed: Lightning then makes it again.
+
+    Args:
+        progress: The counts of a loop in a checkpoint.
+        batches: How many are done.
+    """
+    current, total = progress["current"], progress["total"]
+    before = total["processed"] - current["processed"]
+    for name in ("ready", "started", "processed", "completed"):
+        current[name] = batches + (name in {"ready", "started"})
+        total[name] = before + current[name]
+
+
+def step_plateaus(trainer: Trainer, interval: str, count: int) -> None:
+    """Let the schedules that follow a metric follow it, as Lightning does at the end of something.
+
+    Args:
+        trainer: The trainer.
+        interval: "step" or "epoch": what has ended.
+        count: How many of them have.
+    """
+    module = trainer.lightning_module
+    if not module.automatic_optimization:
+        return
+    for config in trainer.lr_scheduler_configs:
+        is_due = config.interval == interval and count % config.frequency == 0
+        value = trainer.callback_metrics.get(config.monitor or "")
+        if config.reduce_on_plateau and is_due and value is not None:
+            module.lr_scheduler_step(config.scheduler, value)
+
+
+def known_metrics(trainer: Trainer) -> dict[str, float]:
+    """List what callbacks and schedules see, as numbers. Not collective: nothing is computed."""
+    single = {
+        name: value
+        for name, value in callback_metrics(trainer).items()
+        if isinstance(value, torch.Tensor) and value.numel() == 1
+    }
+    return {name: float(value) for name, value in single.items()}
