@@ -1,4 +1,4 @@
-"""Write the figures that were kept into the documentation: docs/benchmarks.md and README.md.
+"""Write the figures that were kept into docs/benchmarks.md, README.md and its translation.
 
     python -m benchmarks.report [--results PATH]
 
@@ -19,6 +19,7 @@ from benchmarks.table import Row, cells
 
 ROOT = Path(__file__).parents[1]
 PAGE, README = ROOT / "docs" / "benchmarks.md", ROOT / "README.md"
+TRANSLATED = ROOT / "README.zh-CN.md"
 BEGIN, END = "<!-- figures: python -m benchmarks.report -->", "<!-- end of figures -->"
 CHOSEN = {
     "epoch of one rank of 1024, n=1e7": "one rank's indices, 1,024 ranks, `PermutedSampler`",
@@ -136,6 +137,26 @@ def readme_of(found: Results) -> str:
     return "\n".join(lines)
 
 
+def translated(table: str, page: str, where: Path) -> str:
+    """Put the figures of a table into the words that its translation has for them.
+
+    Raises:
+        ReportError: If that has other lines.
+    """
+    words = between(page, where)[1].strip().splitlines()
+    rows = table.splitlines()
+    if len(words) != len(rows):
+        raise ReportError(
+            f"{where} must have {len(rows)} lines of figures, got {len(words)}. Translate their "
+            "first cells."
+        )
+    told = [
+        " | ".join([said.split(" | ")[0], *row.split(" | ")[1:]])
+        for said, row in zip(words[2:], rows[2:], strict=True)
+    ]
+    return "\n".join([*words[:2], *told])
+
+
 def readable(value: float | None, unit: str) -> str:
     """Write a figure to two digits, in a unit that suits it.
 
@@ -153,23 +174,46 @@ def readable(value: float | None, unit: str) -> str:
     return f"{float(f'{value:.2g}'):g} {unit.replace('us', 'µs') or '×'}"
 
 
+def between(page: str, where: Path) -> tuple[str, str, str]:
+    """Part a page into what stands before its marks, between them, and behind.
+
+    Raises:
+        ReportError: If the page has not one pair of marks.
+    """
+    before, _, rest = page.partition(BEGIN)
+    inside, _, after = rest.partition(END)
+    if page.count(BEGIN) != 1 or page.count(END) != 1 or END in before:
+        raise ReportError(f"{where} must have one line {BEGIN!r}, and {END!r} below it.")
+    return before, inside, after
+
+
 def put(text: str, page: str, where: Path) -> str:
     """Put text between the marks of a page.
 
     Raises:
         ReportError: If the page has not one pair of marks.
     """
-    before, _, rest = page.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    if page.count(BEGIN) != 1 or page.count(END) != 1 or END in before:
-        raise ReportError(f"{where} must have one line {BEGIN!r}, and {END!r} below it.")
+    before, _, after = between(page, where)
     return f"{before}{BEGIN}\n\n{text}\n\n{END}{after}"
 
 
+def renewed(found: Results, path: Path) -> str:
+    """Read a page, with the figures that it is to show.
+
+    Raises:
+        ReportError: If it has no place for them, or there are too few.
+    """
+    page = path.read_text(encoding="utf-8")
+    if path == PAGE:
+        return put(page_of(found), page, path)
+    table = readme_of(found)
+    return put(table if path == README else translated(table, page, path), page, path)
+
+
 def write(found: Results) -> None:
-    """Write the figures into both pages."""
-    for path, make in ((PAGE, page_of), (README, readme_of)):
-        page = put(make(found), path.read_text(encoding="utf-8"), path)
+    """Write the figures into all pages, or into none."""
+    pages = {path: renewed(found, path) for path in (PAGE, README, TRANSLATED)}
+    for path, page in pages.items():
         path.write_text(page, encoding="utf-8")
 
 
@@ -183,7 +227,7 @@ def main(words: Sequence[str] | None = None) -> int:
     except (ResultsError, ReportError, FileNotFoundError) as error:
         print(error, file=sys.stderr)
         return 2
-    print(f"{PAGE}\n{README}")
+    print(f"{PAGE}\n{README}\n{TRANSLATED}")
     return 0
 
 

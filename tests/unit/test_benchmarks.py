@@ -386,11 +386,20 @@ def test_a_page_without_a_place_for_figures_is_named(page: str) -> None:
         report.put("new", page, Path("page.md"))
 
 
-@pytest.mark.parametrize("page", [report.PAGE, report.README])
+def test_a_translation_keeps_its_words_and_gets_the_figures() -> None:
+    table = "| | ours |\n| --- | --: |\n| one thing | 1 s |\n| two | 2 s |"
+    page = (
+        f"{report.BEGIN}\n| | unser |\n| --- | --: |\n| eins | 7 s |\n| zwei | 8 s |\n{report.END}"
+    )
+    told = report.translated(table, page, Path("page.md"))
+    assert told == "| | unser |\n| --- | --: |\n| eins | 1 s |\n| zwei | 2 s |"
+    with pytest.raises(report.ReportError, match=r"page\.md must have 3 lines of figures, got 4\."):
+        report.translated(table.rpartition("\n")[0], page, Path("page.md"))
+
+
+@pytest.mark.parametrize("page", [report.PAGE, report.README, report.TRANSLATED])
 def test_the_pages_show_the_figures_that_were_kept(page: Path) -> None:
-    make = {report.PAGE: report.page_of, report.README: report.readme_of}[page]
-    text = page.read_text(encoding="utf-8")
-    assert text == report.put(make(results.load(KEPT)), text, page)
+    assert page.read_text(encoding="utf-8") == report.renewed(results.load(KEPT), page)
 
 
 def test_the_figures_that_were_kept_answer_every_goal() -> None:

@@ -112,6 +112,10 @@ def test_the_commands_are_targets_of_make() -> None:
         assert re.search(rf"^{command}:", makefile, flags=re.MULTILINE), command
 
 
+def test_it_can_be_read_in_one_go() -> None:
+    assert README.count("\n") < 200
+
+
 def test_the_picture_of_a_plan_is_what_its_command_draws(tmp_path: Path) -> None:
     matplotlib = pytest.importorskip("matplotlib")
     words = re.findall(r"^`shardplug (plan .*) --plot plan\.svg`", README, flags=re.MULTILINE)
