@@ -305,8 +305,12 @@ class Attachment:
     def _give_back(self, saved: SavedRun, *, is_at_end: bool) -> None:
         """Give a rank back what is its own, as late as can be before the first batch is made."""
         assert self._shards is not None  # there is a loader
-        self._shards.load_state_dict(self._shards.state_dict(), rank_states=saved.rank_states)
-        if is_at_end and self.loader is not None:
+        state = self._shards.state_dict()
+        is_behind = is_at_end and self.loader is not None and bool(state["loaders"])
+        if is_behind:  # what a rank has of its own is of the end of the epoch before
+            state["loaders"] = [saved.loader]
+        self._shards.load_state_dict(state, rank_states=saved.rank_states)
+        if is_behind and self.loader is not None:
             self.loader.set_epoch(self.loader.epoch + 1)
 
     # -- while it runs -----------------------------------------------------------------------
@@ -456,7 +460,8 @@ class Attachment:
 
         Collective: every rank must call it.
         """
-        if self._shards is not None:
+        # Inside a window it would be of another place than the one that a run goes on from.
+        if self._shards is not None and self._is_live:
             self._snapshot = self._counts, self._shards.gather_rank_states()
 
 

@@ -375,37 +375,62 @@ def test_a_schedule_that_counts_batches_goes_on_inside_a_window() -> None:
     assert schedule.last_epoch == 8
 
 
-def test_dropout_goes_on_where_ranks_told_each_other_of_it() -> None:
-    def run(stop_at: int | None, saved: Saved | None) -> tuple[list[float], Saved]:
-        torch.manual_seed(0 if saved is None else 99)
-        seen: list[float] = []
-        trainer = Engine(lambda _, batch: seen.append(torch.rand(()).item()))
-        handler = ShardHandler(comm=SoloComm())
-        kept = Saved()
+def dropped_out(
+    stop_at: int | None, saved: Saved | None, *, every: int, window: int | None = None
+) -> tuple[list[tuple[float, int]], Saved]:
+    """What is drawn in each iteration of two epochs of 8, with the batch; and what is saved."""
+    torch.manual_seed(0 if saved is None else 99)
+    seen: list[tuple[float, int]] = []
+    trainer = Engine(
+        lambda _, batch: seen.append((torch.rand(()).item(), int(batch[0, 0, 0] * 1000)))
+    )
+    handler = ShardHandler(comm=SoloComm(), gradient_accumulation_steps=window)
+    kept = Saved()
 
-        def save(engine: Engine) -> None:
-            if engine.state.iteration == stop_at:
-                kept.put({"shard": handler})
-                raise StoppedError
+    def save(engine: Engine) -> None:
+        if engine.state.iteration == stop_at:
+            kept.put({"shard": handler})
+            raise StoppedError
 
-        trainer.add_event_handler(Events.ITERATION_COMPLETED, save)
-        handler.attach(trainer, snapshot=Events.ITERATION_COMPLETED(every=3))
-        if saved is not None:
-            saved.get({"shard": handler})
-        trainer.add_event_handler(Events.STARTED, lambda: torch.rand(7))
-        if stop_at is None:
-            trainer.run(rows(), max_epochs=2)
-        else:
-            with pytest.raises(StoppedError):
-                trainer.run(rows(), max_epochs=2)
-        return seen, kept
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, save)
+    handler.attach(trainer, snapshot=Events.ITERATION_COMPLETED(every=every))
+    if saved is not None:
+        saved.get({"shard": handler})
+    trainer.add_event_handler(Events.STARTED, lambda: torch.rand(7))
+    loader = DataLoader(rows().dataset, batch_size=2, shuffle=True, collate_fn=stacked)
+    if stop_at is None:
+        trainer.run(loader, max_epochs=2)
+    else:
+        with pytest.raises(StoppedError):
+            trainer.run(loader, max_epochs=2)
+    return seen, kept
 
-    whole, _ = run(None, None)
-    for stop_at in (3, 6, 9, 12, 15):
-        _, saved = run(stop_at, None)
-        assert run(None, saved)[0] == whole[stop_at:]
-    _, saved = run(4, None)  # nothing was told there: what is of another place is not given back
+
+def stacked(samples: list[Any]) -> torch.Tensor:
+    return torch.stack([inputs for inputs, _ in samples])[None]
+
+
+@pytest.mark.parametrize("every", [1, 3])
+def test_dropout_goes_on_where_ranks_told_each_other_of_it(every: int) -> None:
+    """At the end of an epoch, too: the next one begins as it would have."""
+    whole, _ = dropped_out(None, None, every=every)
+    for stop_at in range(every, 17, every):
+        _, saved = dropped_out(stop_at, None, every=every)
+        assert dropped_out(None, saved, every=every)[0] == whole[stop_at:], stop_at
+
+
+def test_generators_that_nobody_told_of_are_not_given_back() -> None:
+    _, saved = dropped_out(4, None, every=3)
     assert saved.content["shard"]["rank_states"] is None
+
+
+@pytest.mark.parametrize("stop_at", range(3, 17))
+def test_dropout_goes_on_from_the_start_of_its_window(stop_at: int) -> None:
+    """What is drawn inside a window is drawn again, for the same batches."""
+    whole, _ = dropped_out(None, None, every=1, window=3)
+    _, saved = dropped_out(stop_at, None, every=1, window=3)
+    rest, _ = dropped_out(None, saved, every=1, window=3)
+    assert rest == whole[stop_at - stop_at % 3 :]
 
 
 def test_a_snapshot_ends_with_the_attachment() -> None:
