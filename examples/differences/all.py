@@ -21,22 +21,21 @@ def proofs() -> list[str]:
     return sorted({path.stem for path in HERE.glob("*.py")} - {"all", "proving"})
 
 
-def outcome(name: str) -> list[str]:
-    """Run a proof; return its name, what came of the other tool, and of shardplug."""
+def outcome(name: str) -> list[tuple[str, str]]:
+    """Run a proof; return who came to what, or that it was skipped."""
     done = subprocess.run(  # a process of its own: tools keep a state in theirs
         [sys.executable, HERE / f"{name}.py"], capture_output=True, text=True, check=True
     )
-    lines = done.stdout.splitlines()[1:]
-    return [name, *(line.strip() for line in lines)][:3]
+    lines = [line.strip().partition(": ") for line in done.stdout.splitlines()[1:]]
+    return [(who.partition(" ")[0], what) for who, _, what in lines]
 
 
 def main() -> None:
     """Print a row for each proof, and the versions."""
+    print(f"{'case':24}  {'who':14}  what came of it")
     for name in proofs():
-        first, *sides = outcome(name)
-        print(first.replace("_", " "))
-        for side in sides:
-            print(f"    {side}")
+        for row, (who, what) in enumerate(outcome(name)):
+            print(f"{'' if row else name.replace('_', ' '):24}  {who:14}  {what}", flush=True)
     print(", ".join(f"{tool} {version_of(tool) or 'not installed'}" for tool in TOOLS))
 
 

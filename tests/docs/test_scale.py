@@ -13,9 +13,17 @@ from typing import Any
 
 import pytest
 import torch
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from torch.utils.data import DataLoader, IterableDataset
 
-from shardplug import Comm, PermutedSampler, ShardEngine, prepare_data_loader
+from shardplug import (
+    Comm,
+    PermutedSampler,
+    ScalerAwareOptimizer,
+    ShardEngine,
+    StepSyncedScheduler,
+    prepare_data_loader,
+)
 from shardplug.testing import Call, LockstepComm, run_ranks
 from tests.blocks import ROOT, need
 from tests.launch import run_processes
@@ -150,6 +158,8 @@ def train(comm: LockstepComm, sampler: str) -> None:
             assert batch.nbytes < gathered.num_bytes < batch.nbytes + 200
             assert len(json.dumps(engine.state_dict())) < 700
             assert count() == []
+    engine.load_state_dict(engine.state_dict())
+    assert count() == []
     engine.gather_rank_states()
     (gathered,) = count()
     assert gathered.name == "all_gather_object"
@@ -256,6 +266,24 @@ def test_a_permuted_order_takes_no_memory_at_any_size() -> None:
     assert peak_bytes(first_batches) < 1e6
 
 
+def test_going_on_at_nine_tenths_takes_no_longer_walk() -> None:
+    """Walking there would take days; the state is as small as at the start."""
+    data: Any = range(N)
+    user: DataLoader[Any] = DataLoader(data, B, sampler=PermutedSampler(N))
+    loader = prepare_data_loader(user, num_processes=W, process_index=W - 1)
+    next(iter(loader))
+    state = loader.state_dict()
+    assert state["consumed"] == W * B
+    done = 9 * N // 10 // (W * B) * (W * B)
+    loader.load_state_dict({**state, "consumed": done})
+    assert peak_bytes(lambda: next(iter(loader))) < 1e6
+    after = loader.state_dict()
+    assert after["consumed"] == done + W * B
+    assert len(json.dumps(after)) < 700
+    row = row_of("state of an engine with one loader")
+    assert "less than 700 bytes" in row
+
+
 def test_a_sampler_of_your_own_is_walked() -> None:
     class Walked:
         drawn = 0
@@ -287,6 +315,42 @@ def test_the_heads_of_small_messages() -> None:
     assert f"{head_bytes(W)} bytes each on {W:,}" in PAGE
     assert f"{head_bytes(W) * W / 1e6:.1f} MB received" in PAGE
     assert f"{1000 * head_bytes(W) * W / BETA:.1f} ms on the wire" in PAGE
+
+
+class Counted(LRScheduler):
+    """A schedule without a closed form, which counts how often it is moved."""
+
+    moves = 0
+
+    def get_lr(self) -> list[float | torch.Tensor]:
+        self.moves += 1
+        return [group["lr"] * 0.999 for group in self.optimizer.param_groups]
+
+
+def evaluations(kind: str, ticks: int, unit: Any) -> int:
+    """How often a schedule is evaluated in one step of so many ticks."""
+    count = [0]
+
+    def factor(step: int) -> float:
+        count[0] += 1
+        return 1 / (1 + step)
+
+    weight = torch.nn.Parameter(torch.zeros(()))
+    optimizer = ScalerAwareOptimizer(torch.optim.SGD([weight], lr=1.0))
+    own = Counted(optimizer) if kind == "own" else LambdaLR(optimizer, factor)
+    scheduler = StepSyncedScheduler(own, optimizer, num_processes=ticks, unit=unit)
+    weight.grad = torch.ones(())
+    before = own.moves if isinstance(own, Counted) else count[0]
+    optimizer.step()
+    scheduler.step()
+    return (own.moves if isinstance(own, Counted) else count[0]) - before
+
+
+def test_evaluations_of_a_schedule() -> None:
+    assert evaluations("closed", W, "batches") == evaluations("closed", 100, "batches") == 1
+    assert evaluations("own", 100, "batches") == 100
+    assert evaluations("own", 100, "updates") == 1
+    assert row_of("the same, a schedule without one").endswith(f"| W evaluations | {W:,} |")
 
 
 def peak_bytes(run: Callable[[], None]) -> int:
