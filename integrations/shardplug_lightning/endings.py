@@ -129,11 +129,20 @@ def step_plateaus(trainer: Trainer, interval: str, count: int) -> None:
             module.lr_scheduler_step(config.scheduler, value)
 
 
-def known_metrics(trainer: Trainer) -> dict[str, float]:
-    """List what callbacks and schedules see, as numbers. Not collective: nothing is computed."""
+def known_metrics(trainer: Trainer, loops: Mapping[str, Any]) -> dict[str, float]:
+    """List what callbacks and schedules see, as numbers. Not collective: nothing is reduced.
+
+    Args:
+        trainer: The trainer.
+        loops: Its counts, of the checkpoint that is being saved.
+    """
+    current = loops["epoch_loop.batch_progress"]["current"]
+    is_in_batch = current["processed"] == current["completed"] + 1
+    # What was logged in this batch is seen by asking, and nothing waits for the end of an epoch.
+    found = trainer.callback_metrics if is_in_batch else callback_metrics(trainer)
     single = {
         name: value
-        for name, value in callback_metrics(trainer).items()
+        for name, value in found.items()
         if isinstance(value, torch.Tensor) and value.numel() == 1
     }
     return {name: float(value) for name, value in single.items()}

@@ -311,7 +311,7 @@ class TrainingBook:
             return None  # only weights are saved, or nothing has been trained on
         loops["state_dict"].pop("combined_loader", None)  # rank 0's, which Lightning gives to all
         place = self._place_at(trainer, loops)
-        checkpoint[KEY] = {**place.as_dict(), "metrics": known_metrics(trainer)}
+        checkpoint[KEY] = {**place.as_dict(), "metrics": known_metrics(trainer, loops)}
         return place if place.batches and self.differs_by_rank else None
 
     @property

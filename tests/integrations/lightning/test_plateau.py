@@ -1,0 +1,149 @@
+"""Whatever a checkpoint is saved in, what comes after it comes after a resume, and once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import lightning
+import pytest
+import torch
+from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.loggers.logger import Logger
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from shardplug import Comm, PlanError
+from shardplug_lightning import ShardStrategy
+from shardplug_lightning.endings import Owed, owed_after
+from shardplug_lightning.internals import (
+    callback_metrics,
+    count_logged_steps,
+    end_epoch,
+    is_validation_due,
+    leave_restart,
+)
+from tests.integrations.lightning.ranks import Trainee, make_trainer, run_ranks, values
+from tests.integrations.lightning.test_places import way_out
+
+BATCHES, EPOCHS = 5, 3
+
+
+class Steps(Logger):
+    """Notes at which step a validation is logged."""
+
+    def __init__(self, log_book: list[Any]) -> None:
+        super().__init__()
+        self.log_book = log_book
+
+    @property
+    def name(self) -> str:
+        return "steps"
+
+    @property
+    def version(self) -> int:
+        return 0
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        if "val" in metrics:
+            self.log_book.append(("logged", step, metrics["val"]))
+
+    def log_hyperparams(self, *args: Any, **options: Any) -> None:
+        pass
+
+
+class Follows(Trainee):
+    """Notes what happens, and at which rate; each look at what it follows halves that."""
+
+    def __init__(self, schedule: Mapping[str, Any]) -> None:
+        super().__init__()
+        self.schedule = schedule
+        self.log_book: list[Any] = []
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:  # type: ignore[override]
+        rate = self.trainer.optimizers[0].param_groups[0]["lr"]
+        self.log_book.append((self.current_epoch, batch_idx, self.trainer.is_last_batch, rate))
+        self.log("seen", float(self.trainer.global_step))
+        return super().training_step(batch)
+
+    def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+        self.log_book.append(("validate", self.current_epoch, batch_idx))
+        self.log("val", float(self.trainer.global_step), sync_dist=True)
+
+    def on_train_epoch_end(self) -> None:
+        self.log_book.append(("end", self.current_epoch))
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=1.0)
+        falls = ReduceLROnPlateau(optimizer, factor=0.5, patience=0, min_lr=0.0, eps=0.0)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": falls, **self.schedule}}
+
+
+class SaveEverywhere(Checkpoint):
+    """Saves in every hook that Lightning's own saves in; last of all, as that does."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.saved: list[tuple[str, int]] = []
+
+    def save(self, trainer: Any, module: Any, hook: str) -> None:
+        trainer.save_checkpoint(self.folder / f"{len(self.saved)}.ckpt")
+        self.saved.append((hook, len(module.log_book)))
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
+        self.save(trainer, module, "batch")
+
+    def on_validation_end(self, trainer: Any, module: Any) -> None:
+        self.save(trainer, module, "validation")
+
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+        self.save(trainer, module, "epoch")
+
+
+BY_EPOCH = {"interval": "epoch", "monitor": "val"}
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "by epoch": (BY_EPOCH, {}),
+    "by epoch, of training": ({"interval": "epoch", "monitor": "seen"}, {"limit_val_batches": 0}),
+    "by step": ({"interval": "step", "monitor": "seen", "frequency": 2}, {"val_check_interval": 2}),
+    "every other epoch": ({**BY_EPOCH, "frequency": 2}, {"check_val_every_n_epoch": 2}),
+    "windows": (BY_EPOCH, {"accumulate_grad_batches": 5, "val_check_interval": 5}),
+}
+
+
+def train(case: str, **chosen: Any) -> Follows:
+    schedule, options = CASES[case]
+    model = Follows(schedule)
+    checkpoint = chosen.pop("checkpoint", None)
+    logger = Steps(model.log_book)
+    chosen = {"max_epochs": EPOCHS, "logger": logger, "log_every_n_steps": 1, **options, **chosen}
+    trainer = make_trainer(ShardStrategy(), 1, **chosen)
+    trainer.fit(model, values(10, 2), values(2, 1), ckpt_path=checkpoint)
+    return model
+
+
+def train_and_go_on(comm: Comm, folder: Path, case: str) -> list[tuple[str, Any, Any]]:
+    saves = SaveEverywhere(folder)
+    whole = train(case, callbacks=[saves], enable_checkpointing=True)
+    found = []
+    for number, (hook, known) in enumerate(saves.saved):
+        after = train(case, checkpoint=folder / f"{number}.ckpt")
+        found.append((f"{number}: {hook}", whole.log_book[known:], after.log_book))
+    return found
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_all_that_comes_after_a_checkpoint_comes_after_a_resume(tmp_path: Path, case: str) -> None:
+    (found,) = run_ranks(1, train_and_go_on, tmp_path, case)
+    assert len(found) >= EPOCHS * (BATCHES + 1)
+    for where, expected, after in found:
+        if case == "windows" and after and after[0][1] == 0:
+            # Gradients of a window that was cut open are made again.
+            expected = after[: len(after) - len(expected)] + expected
+        assert (where, after) == (where, expected)
+
+
+def test_a_schedule_has_followed_what_it_should(tmp_path: Path) -> None:
+    ((first, *_),) = run_ranks(1, train_and_go_on, tmp_path, "by epoch")
+    rates = [entry[3] for entry in first[1] if isinstance(entry[0], int)]
+    # The first look is the best that there is, each later one is worse; saved after a batch.
+    assert rates == [1.0] * 4 + [1.0] * 5 + [0.5] * 5
