@@ -24,7 +24,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
-from benchmarks.table import Row, at_most, seconds, show
+from benchmarks.table import Row, at_most, fewer, seconds, show, to_know
 from shardplug import ShardEngine
 from shardplug_ignite import ShardHandler
 
@@ -99,7 +99,7 @@ def compared(what: str, times: Mapping[str, list[float]], steps: int) -> list[Ro
         us = f"{added * 1e6:+.1f} us to {median(bare) / steps * 1e6:.0f} us"
         label = f"Ignite, {what}{name}: {us}"
         if what + name in WITHOUT_TARGET:
-            found.append(Row(label, ratio, None, "", "none", met=True))
+            found.append(to_know(label, ratio, unit=""))
         else:
             found.append(at_most(label, ratio, LIMIT, unit=""))
     return found
@@ -119,7 +119,7 @@ def alone() -> list[Row]:
     for what, make in makers.items():
         engines = {"bare": make(), "": with_handler(make(), optimizer=optimizer)}
         runs = {name: partial(engine.run, loader) for name, engine in engines.items()}
-        found += compared(what, in_turns(runs, ALONE_TURNS), ALONE_STEPS)
+        found += compared(what, in_turns(runs, fewer(ALONE_TURNS)), ALONE_STEPS)
     return found
 
 
@@ -154,7 +154,7 @@ def measure_rank(rank: int, store: str, found: Any) -> None:
             trainer = trainer_of(model, optimizer)
             engines[name] = with_handler(trainer, optimizer=optimizer, agree_stop=often)
         runs = {name: partial(each.run, loader) for name, each in engines.items()}
-        figures.append((what, in_turns(runs, RANK_TURNS)))
+        figures.append((what, in_turns(runs, fewer(RANK_TURNS))))
     if rank == 0:
         found.put(figures)
     dist.destroy_process_group()

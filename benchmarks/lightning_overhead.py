@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, TensorDataset
 
-from benchmarks.table import Row, at_most, show
+from benchmarks.table import Row, at_most, fewer, show
 
 WORLD_SIZE = 2
 STEPS = 150
@@ -82,7 +82,7 @@ def _train(place: str, rank: int) -> tuple[list[float], list[float]]:
     gc.freeze()
     ours: list[float] = []
     peer: list[float] = []
-    for turn in range(PAIRS):
+    for turn in range(fewer(PAIRS)):
         pair = [(ours, ShardStrategy(data_seed=1)), (peer, DDPStrategy())]
         for times, strategy in pair[:: -1 if turn % 2 else 1]:
             gc.collect()
