@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,10 @@ NOT_RUN: dict[tuple[str, str], str] = {
 """Blocks that are left alone: a page and the first line of the block, and the reason."""
 
 
+INDENTED: dict[str, str] = {"benchmarks.md": "measuring takes minutes"}
+"""Pages with blocks that are indented, and so not run, and the reason."""
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("page", PAGES)
@@ -43,6 +48,27 @@ def test_the_blocks_of_a_page(page: str, tmp_path: Path, monkeypatch: pytest.Mon
             need(package, extra)
     monkeypatch.chdir(tmp_path)
     Reader(tmp_path, givens_of(page)).read(blocks)
+
+
+def indented_code(text: str) -> list[str]:
+    """Lines of code that no fence is around: indented ones that belong to no list, tab or note."""
+    found: list[str] = []
+    is_inside, is_held = False, False
+    for line in text.splitlines():
+        if line.lstrip().startswith("```"):
+            is_inside = not is_inside
+        elif not is_inside and line.strip():
+            if not line.startswith(" "):
+                is_held = re.match(r"===|!!!|\?\?\?|[-*+] |\d+\. ", line) is not None
+            elif line.startswith("    ") and not is_held:
+                found.append(line.strip())
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_code_that_is_not_run_has_a_reason(page: str) -> None:
+    found = indented_code((DOCS / page).read_text(encoding="utf-8"))
+    assert bool(found) == (page in INDENTED), found
 
 
 def test_no_exception_is_left_over() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import os
 import re
 import subprocess
@@ -109,6 +109,23 @@ def test_the_tables_of_the_commands_have_every_option_and_fault() -> None:
 
 
 # -- the site --
+
+
+def test_a_picture_that_cannot_be_drawn_is_an_error(capfd: pytest.CaptureFixture[str]) -> None:
+    for package in ("mkdocs", "typer", "matplotlib"):
+        need(package, "docs")
+    from mkdocs.exceptions import PluginError
+
+    spec = importlib.util.spec_from_file_location("pictures_hook", DOCS / "pictures.py")
+    assert spec is not None
+    assert spec.loader is not None
+    hook = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(hook)
+    assert hook.draw("plan -n 3 -b 2 -w 1 --plot a.svg", "a.svg").startswith(b"<?xml")
+    message = "`shardplug plan -n 3 -b 2 -w 0 --plot a.svg` ended with status 2."
+    with pytest.raises(PluginError, match=re.escape(message)):
+        hook.draw("plan -n 3 -b 2 -w 0 --plot a.svg", "a.svg")
+    assert "`--world-size`" in capfd.readouterr().err
 
 
 @pytest.fixture(scope="module")
