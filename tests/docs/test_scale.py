@@ -347,7 +347,7 @@ def evaluations(kind: str, ticks: int, unit: Any) -> int:
 
 
 def test_evaluations_of_a_schedule() -> None:
-    assert evaluations("closed", W, "batches") == evaluations("closed", 100, "batches") == 1
+    assert evaluations("closed", W, "batches") == evaluations("closed", 3, "batches") == 2
     assert evaluations("own", 100, "batches") == 100
     assert evaluations("own", 100, "updates") == 1
     assert row_of("the same, a schedule without one").endswith(f"| W evaluations | {W:,} |")
