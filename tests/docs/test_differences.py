@@ -65,6 +65,11 @@ OUTCOMES = {
     "resume_in_a_later_epoch": Outcome(
         "accelerate", r"\[\d+, \d+\] instead of \[\d+, \d+\]", "the same"
     ),
+    "schedule_in_updates": Outcome(
+        "accelerate",
+        re.escape("[0.5, 0.0, 0.0, 0.0]"),
+        '[0.75, 0.5, 0.25, 0.0], and with "batches" [0.5, 0.0, 0.0, 0.0]',
+    ),
     "seeds_that_differ": Outcome("accelerate", r"[1-9]\d* of 32 never seen", "0 of 32 never seen"),
     "skipped_step": Outcome(
         "accelerate", r"skipped, learning rate 0\.05", "skipped, learning rate 0.1"
