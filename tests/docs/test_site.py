@@ -43,6 +43,21 @@ def test_it_has_what_tests_of_users_need() -> None:
     assert set(documented("shardplug.testing")) == OF_TESTING
 
 
+@pytest.mark.parametrize("package", PACKAGES)
+def test_members_that_it_names_are_there(package: str) -> None:
+    need(*PACKAGES[package])
+    module = importlib.import_module(package)
+    chosen = re.findall(
+        rf"^::: {package}\.(\w+)\n    options:\n(?:      inherited.*\n)?      members: \[(.+)\]$",
+        "\n".join(REFERENCE.values()),
+        flags=re.MULTILINE,
+    )
+    assert chosen
+    for name, members in chosen:
+        for member in members.split(", "):
+            assert member in dir(getattr(module, name)), f"{name}.{member}"
+
+
 def test_its_overview_lists_every_page_and_name_of_the_core() -> None:
     overview = REFERENCE["index.md"]
     assert set(re.findall(r"\]\((\w+\.md)\)", overview)) == set(REFERENCE) - {"index.md"}
