@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, ProgressBar
 
 from shardplug_lightning.internals import (
     callback_metrics,
     count_logged_steps,
     end_epoch,
-    goes_back_to_a_step,
     is_validation_due,
     leave_restart,
 )
@@ -52,8 +52,9 @@ class Owed:
         for name, value in self.metrics.items():
             tensor = torch.tensor(value, device=trainer.strategy.root_device)
             trainer.callback_metrics.setdefault(name, tensor)
-        if self.epochs is not None and not goes_back_to_a_step(trainer):
+        if self.epochs is not None:
             step_plateaus(trainer, "epoch", self.epochs)
+            trainer.fit_loop.epoch_loop.restarting = False  # the one that follows is a new one
         leave_restart(trainer)
         if self.batches is not None:
             self._settle_batch(trainer, self.batches)
@@ -82,10 +83,13 @@ def owed_after(
         is_over: Whether the epoch of that batch is.
         metrics: That were saved.
     """
-    progress = loops["epoch_loop.batch_progress"]
-    current, epochs = progress["current"], loops["epoch_progress"]["current"]
-    if epochs["processed"] == epochs["completed"] + 1:
-        return Owed(epochs=epochs["processed"], metrics=metrics)
+    progress, epochs = loops["epoch_loop.batch_progress"], loops["epoch_progress"]
+    current = progress["current"]
+    if epochs["current"]["processed"] == epochs["current"]["completed"] + 1:
+        # With max_steps Lightning would go back into it.
+        for counted in epochs.values():
+            counted["completed"] += 1
+        return Owed(epochs=epochs["current"]["processed"], metrics=metrics)
     counts = {current[name] for name in ("ready", "started", "processed")}
     if not is_whole or counts != {current["completed"] + 1}:
         return Owed(metrics=metrics)
@@ -95,6 +99,22 @@ def owed_after(
         for counted in (current, progress["total"]):
             counted["completed"] = counted["processed"]
     return Owed(current["processed"], is_over, metrics=metrics)
+
+
+def announce_epoch(trainer: Trainer) -> None:
+    """Tell callbacks that do something for an epoch when it starts of one that is gone back into.
+
+    Lightning does not tell again. What is not there in a new run is told: how far a progress bar
+    goes, and of how many batches gradients are accumulated.
+
+    Args:
+        trainer: The trainer, whose loops count from the checkpoint.
+    """
+    if not trainer.fit_loop.restarted_mid_epoch:
+        return
+    for each in trainer.callbacks:  # type: ignore[attr-defined]  # of the connector's making
+        if isinstance(each, ProgressBar | GradientAccumulationScheduler):
+            each.on_train_epoch_start(trainer, trainer.lightning_module)
 
 
 def rewind(progress: Mapping[str, Any], batches: int) -> None:

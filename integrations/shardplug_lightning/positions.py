@@ -21,7 +21,7 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.utilities import CombinedLoader
 
 from shardplug import ShardplugWarning, StateError
-from shardplug_lightning.endings import Owed, known_metrics, owed_after, rewind
+from shardplug_lightning.endings import Owed, announce_epoch, known_metrics, owed_after, rewind
 from shardplug_lightning.internals import (
     count_as_over,
     count_batches,
@@ -241,6 +241,7 @@ class TrainingBook:
             self._count_open_end(trainer, place)
         else:
             self._count(trainer, place, views)
+        announce_epoch(trainer)
         self._owed.settle(trainer)
 
     def _count_open_end(self, trainer: Trainer, place: Place) -> None:
