@@ -184,11 +184,6 @@ def fetch_again(trainer: Trainer) -> None:
     iter(_fetcher(trainer))
 
 
-def goes_back_to_a_step(trainer: Trainer) -> bool:
-    """Tell whether Lightning goes back into the epoch that it counted last."""
-    return bool(trainer.fit_loop.restarting)
-
-
 def leave_restart(trainer: Trainer) -> None:
     """Have Lightning end the epoch that it goes back into as any other.
 

@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import lightning
 import pytest
 import torch
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.loggers.logger import Logger
 from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.utils.data import DataLoader
 
 from shardplug import Comm, PlanError
 from shardplug_lightning import ShardStrategy
@@ -25,6 +25,7 @@ from shardplug_lightning.internals import (
 )
 from tests.integrations.lightning.ranks import Trainee, make_trainer, run_ranks, values
 from tests.integrations.lightning.test_places import way_out
+from tests.integrations.lightning.test_resume import Counting
 
 BATCHES, EPOCHS = 5, 3
 
@@ -104,8 +105,11 @@ BY_EPOCH = {"interval": "epoch", "monitor": "val"}
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "by epoch": (BY_EPOCH, {}),
     "by epoch, of training": ({"interval": "epoch", "monitor": "seen"}, {"limit_val_batches": 0}),
-    "by step": ({"interval": "step", "monitor": "seen", "frequency": 2}, {"val_check_interval": 2}),
+    "by step": ({"interval": "step", "monitor": "seen"}, {"val_check_interval": 2}),
     "every other epoch": ({**BY_EPOCH, "frequency": 2}, {"check_val_every_n_epoch": 2}),
+    "with a limit of steps": (BY_EPOCH, {"max_steps": 100}),
+    "of a stream": (BY_EPOCH, {}),
+    "of a stream, of training": ({"interval": "step", "monitor": "seen"}, {"limit_val_batches": 0}),
     "windows": (BY_EPOCH, {"accumulate_grad_batches": 5, "val_check_interval": 5}),
 }
 
@@ -117,7 +121,9 @@ def train(case: str, **chosen: Any) -> Follows:
     logger = Steps(model.log_book)
     chosen = {"max_epochs": EPOCHS, "logger": logger, "log_every_n_steps": 1, **options, **chosen}
     trainer = make_trainer(ShardStrategy(), 1, **chosen)
-    trainer.fit(model, values(10, 2), values(2, 1), ckpt_path=checkpoint)
+    stream = DataLoader(Counting(0, 2 * BATCHES), batch_size=2)
+    training = stream if "stream" in case else values(2 * BATCHES, 2)
+    trainer.fit(model, training, values(2, 1), ckpt_path=checkpoint)
     return model
 
 
@@ -147,3 +153,62 @@ def test_a_schedule_has_followed_what_it_should(tmp_path: Path) -> None:
     rates = [entry[3] for entry in first[1] if isinstance(entry[0], int)]
     # The first look is the best that there is, each later one is worse; saved after a batch.
     assert rates == [1.0] * 4 + [1.0] * 5 + [0.5] * 5
+
+
+# -- what Lightning must have for it --------------------------------------------------------------
+
+
+def test_another_lightning_that_does_otherwise_is_an_error() -> None:
+    trainer: Any = make_trainer(ShardStrategy(), 1)
+    with pytest.raises(PlanError, match=way_out("Trainer.fit_loop._data_fetcher")):
+        end_epoch(trainer)
+    trainer._logger_connector._callback_metrics = None
+    with pytest.raises(PlanError, match=way_out("Trainer._logger_connector._callback_metrics")):
+        callback_metrics(trainer)
+    trainer.fit_loop._restarting = None
+    with pytest.raises(PlanError, match=way_out("Trainer.fit_loop._restarting")):
+        leave_restart(trainer)
+    trainer.fit_loop.epoch_loop._batches_that_stepped = None
+    name = "Trainer.fit_loop.epoch_loop._batches_that_stepped"
+    with pytest.raises(PlanError, match=way_out(name)):
+        count_logged_steps(trainer, 1)
+    trainer.fit_loop.epoch_loop._should_check_val_fx = None
+    name = "Trainer.fit_loop.epoch_loop._should_check_val_fx"
+    with pytest.raises(PlanError, match=way_out(name)):
+        is_validation_due(trainer)
+
+
+def counts(*numbers: int) -> dict[str, int]:
+    return dict(zip(("ready", "started", "processed", "completed"), numbers, strict=True))
+
+
+def loops(batches: dict[str, int], epochs: dict[str, int]) -> dict[str, Any]:
+    return {
+        "epoch_progress": {"current": epochs, "total": dict(epochs)},
+        "epoch_loop.batch_progress": {"current": batches, "total": dict(batches)},
+        "epoch_loop.val_loop.batch_progress": {
+            "current": counts(2, 2, 2, 2),
+            "total": counts(4, 4, 4, 4),
+        },
+    }
+
+
+def test_what_is_owed_is_told_by_the_counts() -> None:
+    in_epoch, after_it = counts(1, 1, 0, 0), counts(1, 1, 1, 0)
+    whole = {"is_whole": True, "metrics": {}}
+    in_batch = loops(counts(3, 3, 3, 2), in_epoch)
+    assert owed_after(in_batch, is_over=False, **whole) == Owed(3)  # type: ignore[arg-type]
+    assert in_batch["epoch_loop.batch_progress"]["current"] == counts(3, 3, 3, 2)
+    assert in_batch["epoch_loop.val_loop.batch_progress"]["current"] == counts(1, 1, 0, 0)
+    last = loops(counts(5, 5, 5, 4), in_epoch)
+    assert owed_after(last, is_over=True, **whole) == Owed(5, is_last=True)  # type: ignore[arg-type]
+    assert last["epoch_loop.batch_progress"]["total"] == counts(5, 5, 5, 5)
+    for batches in (counts(3, 3, 3, 3), counts(4, 4, 3, 3)):  # after a validation, in a step
+        between = loops(batches, in_epoch)
+        assert owed_after(between, is_over=False, **whole) == Owed()  # type: ignore[arg-type]
+        assert between["epoch_loop.val_loop.batch_progress"]["current"] == counts(2, 2, 2, 2)
+    cut = loops(counts(3, 3, 3, 2), in_epoch)
+    assert owed_after(cut, is_whole=False, is_over=False, metrics={}) == Owed()
+    ended = loops(counts(5, 5, 5, 5), after_it)
+    assert owed_after(ended, is_over=False, **whole) == Owed(epochs=1)  # type: ignore[arg-type]
+    assert ended["epoch_progress"] == dict.fromkeys(("current", "total"), counts(1, 1, 1, 1))
