@@ -197,3 +197,5 @@ def test_each_language_points_to_the_other(site: Path) -> None:
     text = chinese.read_text(encoding="utf-8")
     assert 'hreflang="en"' in text
     assert 'href="../index.html"' in text
+    assert '<html lang="zh-Hans"' in text
+    assert '<html lang="en"' in english.read_text(encoding="utf-8")
