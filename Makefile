@@ -44,11 +44,11 @@ bench: $(STAMPS)/bench
 	@$(BIN)/python -m benchmarks $(ARGS)
 
 docs: $(STAMPS)/docs
-	@$(BIN)/mkdocs build --strict --quiet
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	@echo "The documentation is in site/; start with site/index.html"
 
 docs-serve: $(STAMPS)/docs
-	@$(BIN)/mkdocs serve --strict
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve --strict
 
 clean:
 	rm -rf $(VENV) build dist site .coverage .coverage.* htmlcov
