@@ -68,6 +68,16 @@ class ShardStrategyMixin(Strategy):
     with their own samplers and batch samplers, never rebuilt, so any class of them will do.
     Lightning moves the batches to the device and counts the epochs.
 
+    What is no DataLoader but can be iterated yields batches that are ready: whole ones are dealt to
+    ranks, and evaluation may then give some ranks one less. A list or dict is one of loaders, as
+    everywhere in Lightning.
+
+    Training goes on from a checkpoint, in the middle of an epoch too, as if it had not stopped:
+    what was due when it was saved, as a validation or a step of a plateau schedule, is done first.
+    Metrics of training that are made at the end of an epoch are of what is left of it. Where
+    ranks have states of their own, as streams that divide themselves, each but the first saves them
+    beside the checkpoint, in files named as it and ``.rank-00001`` and so on, which belong to it.
+
     ``Trainer(use_distributed_sampler=False)`` is respected: loaders then stay as they are.
 
     Args:
@@ -79,6 +89,8 @@ class ShardStrategyMixin(Strategy):
             and wins over ``even_batches`` and the loader's ``drop_last``.
         evaluation_tail: The same for validation, test and prediction; also "uneven", which repeats
             and drops nothing but lets ranks differ by a step, so that no step may wait for others.
+            Batches that are ready cannot be cut, so "exact" does the same with them, unless ranks
+            wait for each other in every step anyway.
         use_seedable_sampler: Chooses the seed of the order, where the loader has no generator of
             its own. True: rank 0's ``torch.initial_seed()``, the seed of ``seed_everything``;
             False: one draw of rank 0's torch RNG. None: True if ``seed_everything`` was called.
@@ -301,6 +313,8 @@ class ShardStrategyMixin(Strategy):
     ) -> None:
         """Save a checkpoint, and in it where the training loaders stand.
 
+        Not collective by itself: what a rank has of its own it saves alone, beside the checkpoint.
+
         Args:
             checkpoint: What Lightning has put together.
             filepath: Where to.
@@ -352,7 +366,8 @@ class ShardStrategyMixin(Strategy):
             What was saved.
 
         Raises:
-            StateError: If the positions in it cannot be read.
+            StateError: If the positions in it cannot be read, or what some rank had of its own is
+                missing or of another moment; the latter on all ranks.
         """
         checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
         trainer = self._trainer

@@ -256,8 +256,9 @@ class TrainingBook:
         if place.batches == 0:
             count_as_over(trainer)
             return
-        leading = (min if follows_shortest(trainer) else max)(views, key=len)
-        count_batches(trainer, len(leading) - leading.remaining_steps)
+        leading = (min if follows_shortest(trainer) else max)(views, key=_length)
+        if _length(leading) < math.inf:  # else there is a limit, which counts the same everywhere
+            count_batches(trainer, len(leading) - leading.remaining_steps)
 
     def mark(self, batch: int) -> None:
         """Note where the loaders stand when a batch is about to be trained on; cheap.
@@ -389,6 +390,14 @@ class TrainingBook:
             is_over=is_over,
             metrics=checkpoint[KEY].get("metrics", {}),
         )
+
+
+def _length(view: LoaderView) -> float:
+    """Count the batches of an epoch; infinite where that is not known."""
+    try:
+        return len(view)
+    except TypeError:
+        return math.inf
 
 
 def _is_over(progress: Mapping[str, Any], num_batches: float | None) -> bool:
