@@ -99,6 +99,8 @@ class Attachment:
         self._first_iterations = 0  # of the epoch that a run begins in the middle of
         self._began = 0  # the iteration at which the epoch under way began, or would have
         self._is_partial = False  # no length can be found in it: it began on other shards
+        self._is_to_recount = False  # iterations are those of other shards, until one is found
+        self._steps_of_pass: int | None = None
         self._due: tuple[SavedRun, bool] | None = None  # own parts of a rank, to be given back
         self._ticked_at = -1
         self._snapshot: tuple[tuple[int, int, int], dict[str, Any]] | None = None
@@ -192,6 +194,7 @@ class Attachment:
         if self._stops is not None:
             self._stops.begin_run()
         self._due, self._is_partial, self._is_between = None, False, False
+        self._is_to_recount = False
         if state.dataloader is None:
             self.loader = self._shards = self._common_steps = None
         else:
@@ -217,6 +220,7 @@ class Attachment:
             is_eval=self._is_eval,
             is_length_given=is_length_given,
         )
+        self._steps_of_pass = steps or None
         if is_length_given:
             self._has_own_length = False
             if saved is None and not self._is_eval:
@@ -267,33 +271,29 @@ class Attachment:
             saved: The run that was saved.
             steps: Of a pass of the loader; None if not known.
         """
-        state, is_own = engine.state, self._has_own_length
-        remaining = _remaining(loader)
+        state, remaining = engine.state, _remaining(loader)
         is_at_end = remaining == 0
         if is_at_end:
             loader.set_epoch(loader.epoch + 1)
-        epochs, done = saved.epochs, saved.epoch_iterations
-        is_as_divided = _is_divided_alike(loader, saved)
-        if is_own and steps is None and is_as_divided:
-            state.epoch_length = self._own_length = saved.epoch_length
-        length = state.epoch_length
-        if is_own and (is_at_end or _is_at_start(saved)):
-            # What was done is an epoch that was over, or nothing: a run that had just started.
-            epochs, done = epochs + (done > 0), 0
-        elif is_own and steps is not None and remaining is not None:
-            done = steps - remaining
-        elif length is not None:
-            epochs, done = epochs + done // length, done % length
-        self._is_partial = is_own and length is None and done > 0 and not is_as_divided
-        _set_limits(engine, saved)
-        state.iteration = saved.iteration
-        is_as_it_was = (length, epochs, done) == _as_it_was(saved)
-        if state.max_iters is None and length is not None and not is_as_it_was:
-            state.iteration = epochs * length + done
-        state.epoch = epochs
-        engine._init_iter = done  # noqa: SLF001  # an iteration count does not tell after a left epoch
         if saved.rank_states is not None:
             self._due = saved, is_at_end
+        epochs, done = saved.epochs, saved.epoch_iterations
+        if self._has_own_length:
+            left = None if steps is None else remaining
+            is_alike = _is_divided_alike(loader, saved)
+            if steps is None and is_alike:
+                state.epoch_length = self._own_length = saved.epoch_length
+            if is_at_end or _is_at_start(saved):
+                # What was done is an epoch that was over, or nothing: a run that had just started.
+                epochs, done = epochs + (done > 0), 0
+            elif left is None and not is_alike:
+                self._is_partial = True  # how many are left, only the end will tell
+                state.epoch_length = None
+            elif left is not None and steps is not None:
+                done = steps - left
+            self._is_to_recount = state.epoch_length is None and not is_alike
+        _set_limits(engine, saved)
+        _set_counts(engine, saved, epochs, done)
 
     def _go_on(self, saved: SavedRun) -> None:
         self.global_step = saved.global_step
@@ -390,13 +390,28 @@ class Attachment:
         state = engine.state
         if not self._has_own_length:
             return
+        if self._is_to_recount and state.max_iters is not None:
+            state.max_epochs = None  # worked out by the engine, from epochs of one length
         if state.epoch_length == 0 or self._is_partial:
             # The engine would take zero steps for the end of the run, or never start the next
             # pass; and what is left of an epoch is no length.
+            state.epoch_length = self._steps_of_pass if self._is_partial else None
             self._is_partial = False
-            state.epoch_length = None
             engine.set_data(self._use(state.dataloader))
         self._own_length = state.epoch_length
+        if self._is_to_recount and state.epoch_length is not None:
+            self._is_to_recount = False
+            self._recount(engine, state.epoch * state.epoch_length)
+
+    def _recount(self, engine: Engine, iteration: int) -> None:
+        """Let the engine count in epochs of a length that was found: it takes the count for one."""
+        state = engine.state
+        if state.max_iters is not None:
+            return  # its count is what it says
+        added, state.iteration = iteration - state.iteration, iteration
+        before, self._counts = self._counts, (max(0, self._counts[0] + added), *self._counts[1:])
+        if self._snapshot is not None and self._snapshot[0] == before:
+            self._snapshot = self._counts, self._snapshot[1]
 
     def is_tick(self, engine: Engine) -> bool:
         """Tell whether schedules move on before the iteration that starts."""
@@ -562,6 +577,18 @@ def _set_limits(engine: Engine, saved: SavedRun) -> None:
         state.max_iters, state.max_epochs = saved.max_iters, None
     elif saved.max_epochs is not None and state.max_epochs is not None:
         state.max_epochs = max(state.max_epochs, saved.max_epochs)
+
+
+def _set_counts(engine: Engine, saved: SavedRun, epochs: int, done: int) -> None:
+    """Let an engine count from so many epochs and iterations of the one under way."""
+    state, length = engine.state, engine.state.epoch_length
+    if length is not None:
+        epochs, done = epochs + done // length, done % length
+    state.iteration, state.epoch = saved.iteration, epochs
+    is_as_it_was = (length, epochs, done) == _as_it_was(saved)
+    if state.max_iters is None and length is not None and not is_as_it_was:
+        state.iteration = epochs * length + done
+    engine._init_iter = done  # noqa: SLF001  # an iteration count does not tell after a left epoch
 
 
 def _is_in_iteration(engine: Engine) -> bool:

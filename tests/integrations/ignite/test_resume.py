@@ -331,15 +331,60 @@ def test_on_other_ranks_nothing_is_lost_and_nothing_comes_twice(
     assert trained[-1].ended == (3, 3 * length, length)
 
 
-@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (2, 3), (3, 2)])
-@pytest.mark.parametrize("stop", range(1, 8))
-def test_a_stream_goes_on_on_other_ranks(before: int, after: int, stop: int) -> None:
-    """The rest of an epoch is not taken for the length of all."""
+OF_UNKNOWN_LENGTH: dict[str, Callable[[], Loader]] = {
+    "stream": lambda: DataLoader(Stream(15), batch_size=2),
+    "sampler": lambda: DataLoader(Ids(15), batch_size=2, sampler=Unsized(15)),
+}
+WORLDS = [(1, 2), (2, 1), (2, 3), (3, 2), (1, 3)]
+
+
+@pytest.mark.parametrize("kind", OF_UNKNOWN_LENGTH)
+@pytest.mark.parametrize(("before", "after"), WORLDS)
+@pytest.mark.parametrize("event", [Events.ITERATION_COMPLETED, Events.GET_BATCH_STARTED])
+def test_data_of_unknown_length_goes_on_on_other_ranks(
+    kind: str, before: int, after: int, event: Any
+) -> None:
+    """The rest of an epoch is not taken for the length of all, nor the count for one of its own."""
+    script = Script(OF_UNKNOWN_LENGTH[kind], {"max_epochs": 3}, has_trainer=False)
+    steps = -(-15 // (2 * before))
+    for stop in range(1, 3 * steps + 1):
+        trained = resumed(script, nth(event, stop), before, after)
+        assert rows_by_epoch(trained) == {epoch: list(range(15)) for epoch in range(3)}, stop
+        assert trained[-1].ended[0] == 3
+        length = -(-15 // (2 * after))
+        if trained[-1].steps[-length:-1]:  # an epoch of its own was seen to its end
+            assert trained[-1].ended[2] in (length, None)
+
+
+@pytest.mark.parametrize(("before", "after"), WORLDS)
+@pytest.mark.parametrize("has_trainer", [True, False])
+@pytest.mark.parametrize("dispatches", [True, False])
+def test_batches_of_the_users_own_go_on_on_other_ranks(
+    before: int, after: int, has_trainer: bool, dispatches: bool
+) -> None:
+    """A pass has a length, but what is left of one may have none that is known."""
+    batches = [[0, 1, 2], [3, 4], [5], [6, 7, 8, 9], [10], [11, 12]]
     script = Script(
-        lambda: DataLoader(Stream(24), batch_size=2), {"max_epochs": 3}, has_trainer=False
+        lambda: DataLoader(Ids(13), batch_sampler=batches),
+        {"max_epochs": 3},
+        {"dispatch_batches": dispatches},
+        has_trainer=has_trainer,
     )
-    trained = resumed(script, nth(Events.ITERATION_COMPLETED, stop), before, after)
-    assert rows_by_epoch(trained) == {epoch: list(range(24)) for epoch in range(3)}
+    for stop in range(1, 3 * (6 // before) + 1):
+        trained = resumed(script, nth(Events.ITERATION_COMPLETED, stop), before, after)
+        assert rows_by_epoch(trained) == {epoch: list(range(13)) for epoch in range(3)}, stop
+        assert trained[-1].ended == (3, 3 * (6 // after), 6 // after), stop
+
+
+@pytest.mark.parametrize(("before", "after"), WORLDS)
+def test_iterations_of_data_of_unknown_length_are_counted_on_other_ranks(
+    before: int, after: int
+) -> None:
+    script = Script(OF_UNKNOWN_LENGTH["stream"], {"max_iters": 20}, has_trainer=False)
+    for stop in range(1, 20):
+        trained = resumed(script, nth(Events.ITERATION_COMPLETED, stop), before, after)
+        assert trained[-1].ended[1] == 20, stop
+        assert len(trained[-1].steps) == 20 - stop
 
 
 def test_a_given_epoch_length_is_kept_on_other_ranks() -> None:
