@@ -18,10 +18,11 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from shardplug import Comm, ShardplugWarning, StateError
 from shardplug.testing import run_ranks as run_threads
-from shardplug_lightning import ShardStrategy
+from shardplug_lightning import ShardModelParallelStrategy, ShardStrategy
 from shardplug_lightning.parts import Parts, load_part, part_path, remove_part, save_part
 from shardplug_lightning.positions import KEY, Place, without_own
-from tests.integrations.lightning.ranks import Trainee, make_trainer, run_ranks
+from tests.integrations.lightning.ranks import Trainee, make_trainer, run_ranks, values
+from tests.integrations.lightning.test_kin import Layered, SaveAfterThree
 
 Seen = dict[str, list[list[int]]]
 
@@ -241,6 +242,33 @@ def test_each_rank_goes_back_to_where_the_checkpoint_does(tmp_path: Path) -> Non
         of_rank = dealt(rank, "divided")
         for start, seen in zip((3, 2, 2), found, strict=True):
             assert seen == {"train 0": of_rank[start:]}
+
+
+def go_on_from_a_folder(comm: Comm, folder: Path) -> tuple[Seen, bool]:
+    def run(**options: Any) -> Seen:
+        strategy = ShardModelParallelStrategy(
+            data_parallel_size=2,
+            tensor_parallel_size=1,
+            save_distributed_checkpoint=True,
+            dispatch_batches=False,
+        )
+        model, checkpoint = Layered(), options.pop("checkpoint", None)
+        # It asks how many batches there are, which a stream does not tell.
+        options["limit_train_batches"] = STEPS
+        trainer = make_trainer(strategy, comm.world_size, max_epochs=1, **options)
+        trainer.fit(model, loader_of(Divided()), values(4, 1), ckpt_path=checkpoint)
+        return dict(model.seen)
+
+    run(callbacks=[SaveAfterThree(folder / "cut.ckpt")])
+    seen = run(checkpoint=folder / "cut.ckpt")
+    return seen, (folder / "cut.ckpt").is_dir()
+
+
+def test_a_checkpoint_that_is_a_folder_has_its_parts_beside_it(tmp_path: Path) -> None:
+    for rank, (seen, is_folder) in enumerate(run_ranks(2, go_on_from_a_folder, tmp_path)):
+        assert is_folder
+        assert seen["train 0"] == dealt(rank, "divided")[3:]
+    assert (tmp_path / "cut.ckpt.rank-00001").is_file()
 
 
 # -- what is said of misfits ----------------------------------------------------------------------
