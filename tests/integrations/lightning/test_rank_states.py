@@ -14,7 +14,7 @@ import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from shardplug import Comm, ShardplugWarning, StateError
 from shardplug.testing import run_ranks as run_threads
@@ -158,6 +158,67 @@ def check_other_numbers(tmp_path: Path, kind: str) -> None:
                 left = list(range(consumed, SAMPLES))
                 # On three ranks the last of them are filled up from the start.
                 assert sorted(flat) == sorted(left + list(range(-len(left) % (2 * num_ranks))))
+
+
+class Remembers(Dataset[torch.Tensor]):
+    """Counts how often it has been asked, from a number of each rank's own."""
+
+    def __init__(self, asked: int) -> None:
+        self.asked = asked
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        self.asked += 1
+        return torch.tensor(float(index + 100 * self.asked))
+
+    def state_dict(self) -> dict[str, int]:
+        return {"asked": self.asked}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.asked = state["asked"]
+
+
+def remember(comm: Comm, folder: Path, num_workers: int, stop: int, asked: int) -> Seen:
+    strategy = ShardStrategy(use_stateful_dataloader=True)
+    options: Any = {"callbacks": [SaveEach(folder)]}
+    checkpoint = None
+    if stop:
+        options, checkpoint = {}, folder / f"{stop}.ckpt"
+    model = Trainee()
+    trainer = make_trainer(strategy, comm.world_size, max_epochs=1, **options)
+    loader = loader_of(Remembers(asked * (1 + comm.rank)), num_workers)
+    trainer.fit(model, loader, ckpt_path=checkpoint)
+    return dict(model.seen)
+
+
+def remember_and_go_on(comm: Comm, folder: Path) -> list[tuple[Seen, Seen]]:
+    found = []
+    for num_workers in (0, 1):
+        own = folder / str(num_workers)
+        whole = remember(comm, own, num_workers, 0, 10)
+        found.append((whole, remember(comm, own, num_workers, 3, 0)))
+    return found
+
+
+def forget(comm: Comm, folder: Path) -> tuple[Seen, str]:
+    with pytest.warns(ShardplugWarning) as caught:
+        seen = remember(comm, folder / "0", 0, 3, 0)
+    return seen, str(caught[0].message)
+
+
+def test_data_sets_with_states_get_those_of_their_rank_back(tmp_path: Path) -> None:
+    for rank, found in enumerate(run_ranks(2, remember_and_go_on, tmp_path)):
+        for whole, after in found:
+            first = 100 * (10 * (1 + rank) + 1)
+            assert whole["train 0"][0] == [2 * rank + first, 2 * rank + 1 + first + 100]
+            assert after == {"train 0": whole["train 0"][3:]}
+    ((seen, told),) = run_ranks(1, forget, tmp_path)
+    # On one rank the samples go on, and the count starts from where the data set does.
+    assert seen["train 0"][0] == [12 + 100, 13 + 200]
+    assert len(seen["train 0"]) == 6
+    assert told.startswith("The states that the data sets of 2 ranks had are left out")
 
 
 # -- the files beside the checkpoint --------------------------------------------------------------
