@@ -300,6 +300,24 @@ def test_a_search_for_the_rate_leaves_the_training_as_it_was() -> None:
     assert rates(searches=True) == rates(searches=False)
 
 
+@pytest.mark.filterwarnings("ignore:Run completed without loss diverging")
+def test_a_search_for_the_rate_ends_on_all_ranks() -> None:
+    def rank(comm: Comm) -> tuple[int, int]:
+        weight = nn.Parameter(torch.ones(1))
+        optimizer = torch.optim.SGD([weight], lr=0.01)
+        trainer = Engine(lambda _, batch: float(batch.sum()))
+        ShardHandler(comm=comm).attach(trainer)
+        finder = FastaiLRFinder()
+        with finder.attach(
+            trainer, to_save={"optimizer": optimizer}, num_iter=5, end_lr=0.1
+        ) as searching:
+            searching.run(loader_of(24))
+        found = len(finder.get_results()["lr"])
+        return found, trainer.run(loader_of(24), max_epochs=2).iteration
+
+    assert run_ranks(2, rank) == [(6, 12)] * 2
+
+
 def test_averages_of_weights_go_along() -> None:
     model, optimizer = model_and_optimizer()
     trainer = create_supervised_trainer(model, optimizer, nn.MSELoss())
@@ -320,6 +338,18 @@ def test_a_scaler_of_ignites_own_goes_along() -> None:
     )
     ShardHandler(optimizer=optimizer, comm=SoloComm()).attach(trainer)
     state: Any = trainer.run(rows_of(6), max_epochs=1)
+    assert state.shard.optimizer_steps == 3
+
+
+@pytest.mark.filterwarnings("ignore:.*Disabling autocast")
+@pytest.mark.filterwarnings("ignore:.*GradScaler is enabled, but CUDA is not available")
+def test_a_scaler_that_ignite_makes_goes_along() -> None:
+    model, optimizer = model_and_optimizer()
+    trainer = create_supervised_trainer(model, optimizer, nn.MSELoss(), amp_mode="amp", scaler=True)
+    handler = ShardHandler(optimizer=optimizer, comm=SoloComm())
+    handler.attach(trainer)
+    state: Any = trainer.run(rows_of(6), max_epochs=1)
+    assert isinstance(state.scaler, torch.amp.GradScaler)
     assert state.shard.optimizer_steps == 3
 
 

@@ -239,6 +239,20 @@ def test_an_interrupted_run_goes_on_where_it_was() -> None:
     assert by_rank(2, run) == long_run(max_epochs=3)
 
 
+def test_an_interrupted_run_ignores_other_data_and_does_not_start_again() -> None:
+    """As in Ignite: it goes on with the iterator that it has."""
+    starts: list[str] = []
+
+    def run(engine: Engine) -> None:
+        engine.add_event_handler(Events.STARTED, lambda: starts.append("started"))
+        engine.add_event_handler(Events.ITERATION_COMPLETED(once=1), engine.interrupt)
+        engine.run(loader_of(12, 3, shuffle=True), max_epochs=3)
+        engine.run(loader_of(40), max_epochs=3)
+
+    assert by_rank(2, run) == long_run(max_epochs=3)
+    assert starts == ["started"] * 2  # once on each rank
+
+
 def test_engines_without_interrupts_run_the_same() -> None:
     def run(engine: Engine) -> None:
         engine.interrupt_resume_enabled = False

@@ -11,13 +11,14 @@ from typing import Any
 import ignite.distributed as idist
 import pytest
 import torch
+import torch.distributed as dist
 from ignite.engine import Engine, Events, create_supervised_trainer
 from ignite.metrics import Accuracy, ConfusionMatrix
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader, TensorDataset
 
-from shardplug import Comm, PlanError
+from shardplug import Comm, CommError, PlanError
 from shardplug_ignite import ShardHandler
 from tests.integrations.ignite.data import Ids
 from tests.launch import run_processes
@@ -41,6 +42,8 @@ class Report:
     ids: dict[str, list[list[int]]] = field(default_factory=dict)
     weights: list[float] = field(default_factory=list)
     refused: str = ""
+    stopped: dict[str, int] = field(default_factory=dict)
+    failed: str = ""
 
 
 @pytest.fixture(scope="module")
@@ -56,6 +59,8 @@ def live(comm: Comm) -> Report:
     train_and_evaluate(report)
     train_where_ranks_read_the_same(report)
     train_where_steps_differ(report)
+    stop_together(report)
+    fail_alone(report)
     return report
 
 
@@ -145,6 +150,62 @@ def train_where_steps_differ(report: Report) -> None:
     report.refused = str(caught.value)
 
 
+def stop_together(report: Report) -> None:
+    for how in ("terminate", "terminate_epoch", "interrupt"):
+        stop(report.stopped, how)
+
+
+def stop(stopped: dict[str, int], how: str) -> None:
+    """Ranks train and evaluate in between while the word of the last one is on its way."""
+    model = idist.auto_model(nn.Linear(1, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    trainer = create_supervised_trainer(model, optimizer, nn.MSELoss())
+    evaluator = Engine(lambda _, batch: batch)
+    ShardHandler(optimizer=optimizer).attach(trainer)
+    ShardHandler(mode="eval").attach(evaluator)
+
+    @trainer.on(Events.ITERATION_COMPLETED(every=3))
+    def evaluate() -> None:
+        evaluator.run(DataLoader(Ids(5), batch_size=1))
+
+    @trainer.on(Events.ITERATION_COMPLETED(once=5))
+    def ask() -> None:
+        if idist.get_rank() == WORLD_SIZE - 1:
+            getattr(trainer, how)()
+
+    def note(*_: object, **__: object) -> None:
+        stopped[how] = trainer.state.iteration
+
+    event = {"terminate_epoch": "terminate_single_epoch"}.get(how, how).upper()
+    trainer.add_event_handler(Events[event], note)
+    rows = torch.arange(24.0)[:, None]
+    loader = DataLoader(TensorDataset(rows, rows), batch_size=2, shuffle=True)
+    # Passes of four steps in epochs of seven: one begins while ranks tell each other.
+    trainer.run(loader, max_epochs=2, epoch_length=7)
+    if how == "interrupt":
+        trainer.run(loader)
+    stopped[f"{how}, end"] = trainer.state.iteration
+
+
+def fail_alone(report: Report) -> None:
+    """The last rank fails in an evaluation, and ends; what the others say has the cause's place."""
+    last = WORLD_SIZE - 1
+
+    def step(engine: Engine, _: object) -> None:
+        if idist.get_rank() == last and engine.state.iteration == 2:
+            raise ZeroDivisionError("of the user")
+
+    evaluator = Engine(step)
+    ShardHandler(mode="eval").attach(evaluator)
+    try:
+        evaluator.run(DataLoader(Ids(60), batch_size=2))
+    except (ZeroDivisionError, CommError) as error:
+        report.failed = f"{type(error).__name__}: {error}"
+    finally:
+        if idist.get_rank() == last:
+            dist.destroy_process_group()  # as its end would
+
+
 def collected(reports: list[Report], name: str) -> list[int]:
     return sorted(row for report in reports for batch in report.ids[name] for row in batch)
 
@@ -200,6 +261,26 @@ def test_an_evaluator_inside_a_trainer_is_exact_in_each_epoch(reports: list[Repo
 
 def test_ranks_that_differ_in_a_model_axis_read_the_same(reports: list[Report]) -> None:
     assert [report.ids["mesh"] for report in reports] == [[[0, 1], [2, 3]]] * WORLD_SIZE
+
+
+def test_ranks_stop_together_at_the_iteration_that_follows(reports: list[Report]) -> None:
+    assert [report.stopped for report in reports] == [
+        {
+            "terminate": 6,
+            "terminate, end": 6,
+            "terminate_epoch": 6,
+            "terminate_epoch, end": 13,
+            "interrupt": 6,
+            "interrupt, end": 14,
+        }
+    ] * WORLD_SIZE
+
+
+def test_a_rank_that_fails_in_an_evaluation_leaves_none_waiting(reports: list[Report]) -> None:
+    *others, last = [report.failed for report in reports]
+    assert last == "ZeroDivisionError: of the user"
+    for message in others:
+        assert message.startswith("CommError: all_gather_ints(1 values) failed on rank")
 
 
 def test_training_for_different_numbers_of_steps_is_refused_on_every_rank(
