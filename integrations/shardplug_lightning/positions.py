@@ -174,9 +174,9 @@ class TrainingBook:
             return False
         return True
 
-    def end(self, view: LoaderView) -> None:
-        """Note that a pass has run to its end."""
-        view.track.ended = self._current_epoch(), view.epoch - 1
+    def end(self, view: LoaderView, epoch: int) -> None:
+        """Note that a pass has run to its end, over an epoch of the loader's own."""
+        view.track.ended = self._current_epoch(), epoch
 
     def spots_of(self, view: LoaderView) -> Iterator[Spot]:
         """List the places of a loader that may be asked for."""
@@ -204,6 +204,9 @@ class TrainingBook:
         start, seed = view.read_state(place.loaders[number], own)
         view.go_to(start, seed)
         if place.batches == 0:
+            if not start.is_start:
+                # A short loader may have been in an epoch of its own that has the same number.
+                view.set_epoch(start.epoch + 1)
             view.set_epoch(place.epoch)
         self._was_sent = True
         # What is left of an epoch that is done is empty: it ends by itself.
@@ -223,6 +226,8 @@ class TrainingBook:
     def open(self, trainer: Trainer, loader: Any) -> None:
         """Take note of a loader that training is about to read."""
         self._trainer = trainer
+        if _fetches_by_itself(trainer.lightning_module):
+            self._ahead = -1
         loader.keep_history(_longest_window(trainer) + _SLACK)
 
     def go_on(self, trainer: Trainer) -> None:
@@ -245,7 +250,10 @@ class TrainingBook:
         self._owed.settle(trainer)
 
     def _count_open_end(self, trainer: Trainer, place: Place) -> None:
-        if not self._was_sent:
+        if _fetches_by_itself(trainer.lightning_module):
+            for view in self._all_views():
+                self._send(view, place)
+        elif not self._was_sent:
             fetch_again(trainer)  # what was fetched before the checkpoint was read
         if place.batches == 0 and place.epoch == trainer.current_epoch:
             count_batches(trainer, 0)
@@ -269,6 +277,8 @@ class TrainingBook:
         trainer, marks = self._trainer, self._marks
         if trainer is None:
             return  # there are no loaders of this strategy's
+        if self._ahead < 0:
+            batch = trainer.fit_loop.batch_idx  # the other one is that of the latest fetch
         if trainer.current_epoch != self._epoch:
             self._begin_epoch(trainer, batch)
         views, epoch, ahead = self._views, self._epoch, self._ahead

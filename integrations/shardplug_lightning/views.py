@@ -42,8 +42,8 @@ class Book(Protocol):
     def begin(self, view: LoaderView) -> bool:
         """Choose where the pass starts that is about to; tells whether there is one."""
 
-    def end(self, view: LoaderView) -> None:
-        """Note that a pass has run to its end."""
+    def end(self, view: LoaderView, epoch: int) -> None:
+        """Note that a pass has run to its end, over an epoch of the loader's own."""
 
     def spots_of(self, view: LoaderView) -> Iterable[Spot]:
         """List the places of a loader that may be asked for."""
@@ -186,7 +186,8 @@ class LoaderView(_Prepared):
             yield batch
             if run is not None and run.step == run.record.num_steps:
                 self._settle(book)
-        book.end(self)
+        # What comes next may have been chosen long since: once a batch had been fetched ahead.
+        book.end(self, self.epoch - 1 if run is None else run.epoch)
 
     def _evaluated(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Yield the batches of a pass that is no training."""

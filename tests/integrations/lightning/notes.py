@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import Callback, LightningModule, Trainer
 
 Epochs = dict[int, list[list[int]]]
 """The samples of each batch, in each epoch."""
@@ -29,7 +29,9 @@ class Learner(LightningModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         parts = batch.values() if isinstance(batch, Mapping) else batch
-        flat = batch if isinstance(batch, torch.Tensor) else torch.cat(list(parts))
+        # A loader that has ended beside a longer one gives none.
+        present = [part for part in parts if part is not None]
+        flat = batch if isinstance(batch, torch.Tensor) else torch.cat(present)
         with self.notes.open("a", encoding="utf-8") as file:
             samples = " ".join(str(int(value)) for value in flat)
             file.write(f"{self.current_epoch} {batch_idx} {samples}\n")
@@ -47,6 +49,18 @@ class Learner(LightningModule):
             {"scheduler": by_step, "interval": "step"},
             {"scheduler": by_epoch, "interval": "epoch"},
         ]
+
+
+class SaveAt(Callback):
+    """Saves a checkpoint after some batches of the run."""
+
+    def __init__(self, folder: Path, batches: Collection[int]) -> None:
+        self.folder, self.batches, self.done = folder, batches, 0
+
+    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+        self.done += 1
+        if self.done in self.batches:
+            trainer.save_checkpoint(self.folder / f"{self.done}.ckpt")
 
 
 def read(folder: Path, notes: str, num_ranks: int, *, stop: int | None = None) -> list[Epochs]:

@@ -30,22 +30,10 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from shardplug import Comm
 from shardplug_lightning import ShardSingleDeviceStrategy, ShardStrategy
-from tests.integrations.lightning.notes import Epochs, Learner, read
+from tests.integrations.lightning.notes import Epochs, Learner, SaveAt, read
 from tests.integrations.lightning.ranks import make_trainer, run_alone, run_ranks, values
 
 SAMPLES, SIZE = 12, 2
-
-
-class SaveAt(Callback):
-    """Saves a checkpoint after some batches of the run."""
-
-    def __init__(self, folder: Path, batches: Collection[int]) -> None:
-        self.folder, self.batches, self.done = folder, batches, 0
-
-    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
-        self.done += 1
-        if self.done in self.batches:
-            trainer.save_checkpoint(self.folder / f"{self.done}.ckpt")
 
 
 class Keeps(Logger):
