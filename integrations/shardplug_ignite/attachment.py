@@ -8,13 +8,31 @@ engine with a handler there swallows the user's exception.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol, final
 
 from ignite.engine import Engine, Events
 
 from shardplug import Comm, DataLoaderDispatcher, DataLoaderShard, ShardEngine
+from shardplug_ignite.counting import (
+    first_iterations,
+    is_at_start,
+    is_divided_alike,
+    remaining_steps,
+    set_counts,
+    set_limits,
+    skip_iterations,
+)
 from shardplug_ignite.lengths import Loader, check_steps, length_of
+from shardplug_ignite.ordering import (
+    BEFORE_STEP,
+    FIRST,
+    LAST,
+    MEETINGS,
+    Handler,
+    is_list,
+    move_first,
+    move_last,
+)
 from shardplug_ignite.positions import SavedRun
 from shardplug_ignite.steps import RealSteps
 from shardplug_ignite.stops import Stops
@@ -41,9 +59,6 @@ class Host(Protocol):
 
     def has_resumed(self) -> None:
         """Be told that a run goes on from that."""
-
-
-_Handler = Callable[..., None]
 
 
 @final
@@ -105,13 +120,13 @@ class Attachment:
         self._ticked_at = -1
         self._snapshot: tuple[tuple[int, int, int], dict[str, Any]] | None = None
         self._snapshot_events: list[Any] = []
-        self.take_snapshot: _Handler = self._take_snapshot  # Ignite keeps but a weak reference
+        self.take_snapshot: Handler = self._take_snapshot  # Ignite keeps but a weak reference
 
     # -- attaching ---------------------------------------------------------------------------
 
-    def handlers(self) -> list[tuple[Events, _Handler]]:
+    def handlers(self) -> list[tuple[Events, Handler]]:
         """List what is called at which event."""
-        found: list[tuple[Events, _Handler]] = [
+        found: list[tuple[Events, Handler]] = [
             (Events.STARTED, self.start),
             (Events.EPOCH_STARTED, self._begin_epoch),
             # Where Engine.set_data() may have put another loader; both come before its next batch.
@@ -125,8 +140,8 @@ class Attachment:
                 (Events.TERMINATE_SINGLE_EPOCH, self._leave_epoch),
             ]
         if self._stops is not None:
-            found += [(event, self._stops.agree) for event in _MEETINGS]
-            found += [(event, self._stops.hold) for event in _BEFORE_STEP]
+            found += [(event, self._stops.agree) for event in MEETINGS]
+            found += [(event, self._stops.hold) for event in BEFORE_STEP]
             found.append((Events.ITERATION_COMPLETED, self._stops.end_iteration))
         return found
 
@@ -141,10 +156,9 @@ class Attachment:
             engine.add_event_handler(event, handler)
         if snapshot is not None:
             engine.add_event_handler(snapshot, self.take_snapshot)
-            self._snapshot_events = list(snapshot) if _is_list(snapshot) else [snapshot]
+            self._snapshot_events = list(snapshot) if is_list(snapshot) else [snapshot]
         # Whatever else looks at the loader and its length when a run starts shall see ours.
-        at_start = _entries(engine, Events.STARTED)
-        at_start.insert(0, at_start.pop(_place(at_start, self.start)))
+        move_first(engine, Events.STARTED, self.start)
 
     def detach(self, engine: Engine) -> None:
         """Be called no more.
@@ -160,22 +174,16 @@ class Attachment:
 
     def _arrange(self, engine: Engine) -> None:
         """Come first where the position is noted, last where others may ask for something."""
-        for event in _LAST:
-            entries = _entries(engine, event)
+        for event in LAST:
             for handler in self._last():
-                place = _place(entries, handler)
-                if place >= 0:
-                    entries.append(entries.pop(place))
-        for event in (*self._snapshot_events, *_FIRST):
+                move_last(engine, event, handler)
+        for event in (*self._snapshot_events, *FIRST):
             if event == Events.STARTED:
                 continue  # its handlers are being called
-            entries = _entries(engine, event)
             for handler in (self.take_snapshot, self._commit, self._leave_epoch, self._note_length):
-                place = _place(entries, handler)
-                if place > 0:
-                    entries.insert(0, entries.pop(place))
+                move_first(engine, event, handler)
 
-    def _last(self) -> tuple[_Handler, ...]:
+    def _last(self) -> tuple[Handler, ...]:
         if self._stops is None:
             return (self._before_batch,)
         stops = self._stops
@@ -201,7 +209,7 @@ class Attachment:
             self._take_data(engine, saved)
         if saved is not None:
             self._go_on(saved)
-        self._first_iterations = _first_iterations(engine)
+        self._first_iterations = first_iterations(engine)
         self._stand_at((state.iteration, state.epoch, self._first_iterations))
 
     def _take_data(self, engine: Engine, saved: SavedRun | None) -> None:
@@ -224,7 +232,7 @@ class Attachment:
         if is_length_given:
             self._has_own_length = False
             if saved is None and not self._is_eval:
-                _skip_iterations(engine, loader, steps)
+                skip_iterations(engine, loader, steps)
         else:
             if state.iteration == 0 or not self._has_own_length or saved is not None:
                 # A rank without a step goes through its epochs only if it does not know that.
@@ -271,7 +279,7 @@ class Attachment:
             saved: The run that was saved.
             steps: Of a pass of the loader; None if not known.
         """
-        state, remaining = engine.state, _remaining(loader)
+        state, remaining = engine.state, remaining_steps(loader)
         is_at_end = remaining == 0
         if is_at_end:
             loader.set_epoch(loader.epoch + 1)
@@ -280,10 +288,10 @@ class Attachment:
         epochs, done = saved.epochs, saved.epoch_iterations
         if self._has_own_length:
             left = None if steps is None else remaining
-            is_alike = _is_divided_alike(loader, saved)
+            is_alike = is_divided_alike(loader, saved)
             if steps is None and is_alike:
                 state.epoch_length = self._own_length = saved.epoch_length
-            if is_at_end or _is_at_start(saved):
+            if is_at_end or is_at_start(saved):
                 # What was done is an epoch that was over, or nothing: a run that had just started.
                 epochs, done = epochs + (done > 0), 0
             elif left is None and not is_alike:
@@ -292,8 +300,8 @@ class Attachment:
             elif left is not None and steps is not None:
                 done = steps - left
             self._is_to_recount = state.epoch_length is None and not is_alike
-        _set_limits(engine, saved)
-        _set_counts(engine, saved, epochs, done)
+        set_limits(engine, saved)
+        set_counts(engine, saved, epochs, done)
 
     def _go_on(self, saved: SavedRun) -> None:
         self.global_step = saved.global_step
@@ -478,117 +486,6 @@ class Attachment:
         # Inside a window it would be of another place than the one that a run goes on from.
         if self._shards is not None and self._is_live:
             self._snapshot = self._counts, self._shards.gather_rank_states()
-
-
-_MEETINGS = (
-    Events.STARTED,
-    Events.EPOCH_STARTED,
-    Events.TERMINATE_SINGLE_EPOCH,
-    Events.EPOCH_COMPLETED,
-)
-"""Where ranks ask each other at once whether to stop: they all come there, and not often."""
-
-_BEFORE_STEP = (
-    Events.GET_BATCH_STARTED,
-    Events.GET_BATCH_COMPLETED,
-    Events.DATALOADER_STOP_ITERATION,
-    Events.ITERATION_STARTED,
-)
-"""Where to stop is put off to the end of the iteration."""
-
-_LAST = (*_MEETINGS, *_BEFORE_STEP, Events.ITERATION_COMPLETED)
-"""Where ours come after those that may ask for something."""
-
-_FIRST = (Events.ITERATION_COMPLETED, Events.TERMINATE_SINGLE_EPOCH, Events.EPOCH_COMPLETED)
-"""Where the position is noted before anybody may save it."""
-
-
-def _is_list(event: Any) -> bool:
-    return not isinstance(event, (str, Events)) and hasattr(event, "__iter__")
-
-
-def _entries(engine: Engine, event: Any) -> list[Any]:
-    found: list[Any] = engine._event_handlers[event]  # noqa: SLF001  # as Ignite's profilers do
-    return found
-
-
-def _place(entries: list[Any], handler: _Handler) -> int:
-    """Find a handler among those of an event; -1 if it is not there."""
-    for place, (function, *_) in enumerate(entries):
-        parent = getattr(function, "_parent", None)  # of one that is filtered
-        if function == handler or (parent is not None and parent() is handler):
-            return place
-    return -1
-
-
-def _first_iterations(engine: Engine) -> int:
-    """Count the iterations that the first epoch of a run begins after, as the engine will."""
-    state, given = engine.state, engine._init_iter  # noqa: SLF001  # there is no other word of it
-    if given is not None:
-        return int(given)
-    length = state.epoch_length
-    return int(state.iteration if length is None else state.iteration % length)
-
-
-def _skip_iterations(engine: Engine, loader: Loader, steps: int | None) -> None:
-    """Go on inside an epoch by the count of an engine whose state alone was loaded."""
-    done = _first_iterations(engine)
-    position = loader.state_dict()
-    if not done or steps != engine.state.epoch_length or position["unit"] != "samples":
-        return
-    consumed = loader.plan.cursor(done)
-    loader.load_state_dict({**position, "epoch": engine.state.epoch, "consumed": consumed})
-
-
-def _remaining(loader: Loader) -> int | None:
-    try:
-        return loader.remaining_steps
-    except TypeError:
-        return None
-
-
-def _is_at_start(saved: SavedRun) -> bool:
-    """Tell whether the loader stood at the start of an epoch."""
-    position = saved.loader or {}
-    return not any(position.get(name) for name in ("consumed", "extra_rows", "is_done"))
-
-
-def _is_divided_alike(loader: Loader, saved: SavedRun) -> bool:
-    """Tell whether a pass has as many steps as it had."""
-    before = None if saved.loader is None else saved.loader.get("batch_size")
-    now = loader.state_dict()["batch_size"]
-    return saved.num_shards == loader.shard.count and bool(before == now)
-
-
-def _as_it_was(saved: SavedRun) -> tuple[int | None, int, int]:
-    """Tell the epoch length, epochs and iterations of a saved run, with a full epoch as one."""
-    length, done = saved.epoch_length, saved.epoch_iterations
-    if length is None:
-        return None, saved.epochs, done
-    return length, saved.epochs + done // length, done % length
-
-
-def _set_limits(engine: Engine, saved: SavedRun) -> None:
-    """Let a run that Ignite takes for a new one go as far as the one that was saved was to go."""
-    state = engine.state
-    if state.iteration > 0 or not saved.iteration:
-        return
-    if saved.max_iters is not None and state.max_epochs == 1:
-        state.max_iters, state.max_epochs = saved.max_iters, None
-    elif saved.max_epochs is not None and state.max_epochs is not None:
-        state.max_epochs = max(state.max_epochs, saved.max_epochs)
-
-
-def _set_counts(engine: Engine, saved: SavedRun, epochs: int, done: int) -> None:
-    """Let an engine count from so many epochs and iterations of the one under way."""
-    state, length = engine.state, engine.state.epoch_length
-    if length is not None:
-        epochs, done = epochs + done // length, done % length
-    state.iteration, state.epoch = saved.iteration, epochs
-    is_as_it_was = (length, epochs, done) == _as_it_was(saved)
-    if state.max_iters is None and length is not None and not is_as_it_was:
-        state.iteration = epochs * length + done
-    engine._init_iter = done  # noqa: SLF001  # an iteration count does not tell after a left epoch
 
 
 def _is_in_iteration(engine: Engine) -> bool:

@@ -29,9 +29,9 @@ from shardplug import (
 )
 from shardplug_ignite.attachment import Attachment, Prepared
 from shardplug_ignite.lengths import Loader
+from shardplug_ignite.options import check_agree_stop, real_steps
 from shardplug_ignite.positions import SavedRun, read_state
 from shardplug_ignite.progress import ShardProgress
-from shardplug_ignite.steps import RealSteps
 from shardplug_ignite.stops import Stops
 
 _NOTHING = SavedRun(None, 0, 0, 0, None, False, 1, None, None, 0, True, 0, None)
@@ -187,7 +187,7 @@ class ShardHandler:
         self._prefers_exact = self._is_eval and even_batches and tail is None
         self._comm = comm
         self._window = gradient_accumulation_steps
-        _check_agree_stop(agree_stop)
+        check_agree_stop(agree_stop)
         self._asks_every = int(agree_stop)
         self._engine_options: dict[str, Any] = {
             "split_batches": split_batches,
@@ -221,7 +221,7 @@ class ShardHandler:
         ticks = None
         if scheduler_unit == "batches":
             ticks = 1 if split_batches else self._shards.shard.count
-        self._steps = _real_steps(
+        self._steps = real_steps(
             optimizer, lr_scheduler, scaler, ticks_per_batch=ticks, is_eval=self._is_eval
         )
         self._prepared: WeakKeyDictionary[DataLoader[Any], Prepared] = WeakKeyDictionary()
@@ -438,48 +438,6 @@ class ShardHandler:
     def _is_tick(self, engine: Engine, count: int) -> bool:  # Ignite's signature
         attachment = self._attachments.get(engine)
         return attachment is not None and attachment.is_tick(engine)
-
-
-def _check_agree_stop(agree_stop: Any) -> None:
-    if isinstance(agree_stop, bool):
-        return
-    if not isinstance(agree_stop, int) or agree_stop < 1:
-        raise PlanError(
-            "`agree_stop` must be true, false or a number of iterations of at least 1, got "
-            f"{agree_stop!r}."
-        )
-
-
-def _real_steps(
-    optimizer: Any,
-    lr_scheduler: Any,
-    scaler: Any,
-    *,
-    ticks_per_batch: int | None,
-    is_eval: bool,
-) -> RealSteps | None:
-    is_known = optimizer is not None or lr_scheduler is not None
-    if is_eval and (is_known or scaler is not None):
-        raise PlanError(
-            "`optimizer`, `lr_scheduler` and `scaler` must be left out with mode='eval', got one "
-            "of them. Give them to the handler of the trainer."
-        )
-    if ticks_per_batch is not None and lr_scheduler is None:
-        raise PlanError(
-            "`scheduler_unit` must be 'updates' without lr_scheduler, got 'batches'. Pass "
-            "lr_scheduler=..., which may be ticked several times for a step."
-        )
-    if scaler is not None and not isinstance(scaler, GradScaler):
-        raise PlanError(
-            f"`scaler` must be a torch.amp.GradScaler, got {type(scaler).__name__}. Leave it out: "
-            "that of Ignite's trainer is found."
-        )
-    if scaler is not None and not is_known:
-        raise PlanError(
-            "`scaler` must come with the optimizer whose steps it may skip, got none. "
-            "Pass optimizer=..."
-        )
-    return RealSteps(optimizer, lr_scheduler, scaler, ticks_per_batch) if is_known else None
 
 
 def _leave_ended_run(engine: Engine) -> None:
