@@ -144,7 +144,9 @@ class LoaderView(_Prepared):
         has_ended = ended is not None and ended[0] == epoch
         step = 0 if run is None else run.step
         if run is None or step == 0 or (run.was_left and not self.has_pass):
-            return Spot(track.pass_number, max(0, step - back), track.last, has_ended)
+            # The last state is of a pass that is over: what is still to come is of another one.
+            state = track.last if back >= 0 else None
+            return Spot(track.pass_number, max(0, step - back), state, has_ended)
         return Spot(track.pass_number, step - back if step > back else 0, None, has_ended)
 
     def state_of(self, spot: Spot) -> Mapping[str, Any]:
@@ -159,10 +161,10 @@ class LoaderView(_Prepared):
         """Tell what is not in the state at a place: states of the source, this rank's own."""
         if spot.own is not None:
             return spot.own
-        is_under_way = spot.pass_number == self._view_track.pass_number and self.has_pass
-        if not is_under_way or state.get("source") is not None:
+        if spot.state is not None or state.get("source") is not None:
             return ()
-        return tuple(self.rank_state(spot.step))
+        is_under_way = spot.pass_number == self._view_track.pass_number and self.has_pass
+        return tuple(self.rank_state(spot.step if is_under_way else None))
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         """Start a pass at its first ``next``, and have it noted.
@@ -229,8 +231,8 @@ class LoaderView(_Prepared):
         self._view_track.last = self.state_dict()
         for spot in book.spots_of(self):
             if spot.state is None and spot.pass_number == self._view_track.pass_number:
-                spot.state = self.state_at(spot.step)
-                spot.own = self.own_of(spot, spot.state)
+                state = self.state_at(spot.step)
+                spot.own, spot.state = self.own_of(spot, state), state
 
 
 class ShardView(LoaderView, DataLoaderShard):

@@ -80,6 +80,18 @@ class Follows(Trainee):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": falls, **self.schedule}}
 
 
+class Fetches(Follows):
+    """Asks for its batches."""
+
+    def training_step(self, dataloader_iter: Any) -> torch.Tensor:  # type: ignore[override]
+        batch, *_ = next(dataloader_iter)
+        rate = self.trainer.optimizers[0].param_groups[0]["lr"]
+        self.log_book.append((self.current_epoch, batch.tolist(), rate))
+        self.log("seen", float(self.trainer.global_step), batch_size=2)
+        loss: torch.Tensor = self.weight * batch.mean()
+        return loss
+
+
 class SaveEverywhere(Checkpoint):
     """Saves in every hook that Lightning's own saves in; last of all, as that does."""
 
@@ -114,9 +126,9 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def train(case: str, **chosen: Any) -> Follows:
+def train(case: str, kind: type[Follows], **chosen: Any) -> Follows:
     schedule, options = CASES[case]
-    model = Follows(schedule)
+    model = kind(schedule)
     checkpoint = chosen.pop("checkpoint", None)
     logger = Steps(model.log_book)
     chosen = {"max_epochs": EPOCHS, "logger": logger, "log_every_n_steps": 1, **options, **chosen}
@@ -127,12 +139,14 @@ def train(case: str, **chosen: Any) -> Follows:
     return model
 
 
-def train_and_go_on(comm: Comm, folder: Path, case: str) -> list[tuple[str, Any, Any]]:
+def train_and_go_on(
+    comm: Comm, folder: Path, case: str, kind: type[Follows] = Follows
+) -> list[tuple[str, Any, Any]]:
     saves = SaveEverywhere(folder)
-    whole = train(case, callbacks=[saves], enable_checkpointing=True)
+    whole = train(case, kind, callbacks=[saves], enable_checkpointing=True)
     found = []
     for number, (hook, known) in enumerate(saves.saved):
-        after = train(case, checkpoint=folder / f"{number}.ckpt")
+        after = train(case, kind, checkpoint=folder / f"{number}.ckpt")
         found.append((f"{number}: {hook}", whole.log_book[known:], after.log_book))
     return found
 
@@ -146,6 +160,15 @@ def test_all_that_comes_after_a_checkpoint_comes_after_a_resume(tmp_path: Path, 
             # Gradients of a window that was cut open are made again.
             expected = after[: len(after) - len(expected)] + expected
         assert (where, after) == (where, expected)
+
+
+@pytest.mark.filterwarnings("ignore:.*`dataloader_iter`")
+@pytest.mark.parametrize("case", ["by step", "of a stream, of training"])
+def test_steps_that_ask_for_their_batches_go_on_too(tmp_path: Path, case: str) -> None:
+    (found,) = run_ranks(1, train_and_go_on, tmp_path, case, Fetches)
+    assert [(where, after) for where, _, after in found] == [
+        (where, expected) for where, expected, _ in found
+    ]
 
 
 def test_a_schedule_has_followed_what_it_should(tmp_path: Path) -> None:

@@ -81,7 +81,7 @@ class SaveEach(Callback):
 
 def fit(comm: Comm, kind: str, num_workers: int = 0, **options: Any) -> tuple[Seen, Any]:
     make, chosen = KINDS[kind]
-    dataset, model = make(), Trainee()
+    dataset, model = make(), options.pop("model", None) or Trainee()
     checkpoint = options.pop("checkpoint", None)
     strategy = ShardStrategy(**chosen)  # type: ignore[arg-type]  # of bools
     trainer = make_trainer(strategy, comm.world_size, **{"max_epochs": 2, **options})
@@ -219,6 +219,31 @@ def test_data_sets_with_states_get_those_of_their_rank_back(tmp_path: Path) -> N
     assert seen["train 0"][0] == [12 + 100, 13 + 200]
     assert len(seen["train 0"]) == 6
     assert told.startswith("The states that the data sets of 2 ranks had are left out")
+
+
+class Fetches(Trainee):
+    """Asks for its batches."""
+
+    def training_step(self, dataloader_iter: Any) -> torch.Tensor:
+        return super().training_step(next(dataloader_iter)[0])
+
+
+def fetch_and_go_on(comm: Comm, folder: Path) -> list[Seen]:
+    found = [fit(comm, "divided", model=Fetches(), callbacks=[SaveEach(folder)])[0]]
+    for stop in (1, 7, 10):
+        file = folder / f"{stop}.ckpt"
+        found.append(fit(comm, "divided", model=Fetches(), checkpoint=file)[0])
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:.*`dataloader_iter`")
+def test_steps_that_ask_for_their_batches_go_on_too(tmp_path: Path) -> None:
+    for rank, (whole, *after) in enumerate(run_ranks(2, fetch_and_go_on, tmp_path)):
+        of_rank = dealt(rank, "divided")
+        assert whole == {"train 0": of_rank, "train 1": of_rank}
+        assert after[0] == {"train 0": of_rank[1:], "train 1": of_rank}
+        assert after[1] == {"train 1": of_rank[1:]}
+        assert after[2] == {"train 1": of_rank[4:]}
 
 
 # -- the files beside the checkpoint --------------------------------------------------------------
