@@ -251,7 +251,7 @@ class Reader:
         """Run the blocks of a page; the working directory has to be the folder."""
         alone = [each.code for each in blocks if each.language == "python" and not each.note]
         self.scope = {"__name__": "__main__", **self.bring("".join(alone))}
-        with quiet_frameworks():
+        with quiet_frameworks(), no_group_afterwards():
             for block in blocks:
                 try:
                     self.take(block)
@@ -493,6 +493,16 @@ def everything_printed() -> Iterator[list[str]]:
             os.close(before)
         file.seek(0)
         printed.append(file.read().decode())
+
+
+@contextmanager
+def no_group_afterwards() -> Iterator[None]:
+    """End the process group of one rank that a framework may have started."""
+    try:
+        yield
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
 @contextmanager

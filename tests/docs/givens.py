@@ -47,22 +47,13 @@ def of_engines(code: str) -> Scope:
 
 
 def of_lightning(code: str) -> Scope:
-    """A module of Lightning's, data for it, and a trainer that says little."""
-    if "ckpt_path" not in code:
-        return {}
+    """A module of Lightning's, and data for it."""
     from lightning.pytorch.demos.boring_classes import BoringModel
 
     lines: Any = torch.ones(16, 32)
-
     return {
         "model": BoringModel(),
         "train_loader": DataLoader(lines, batch_size=2, shuffle=True),
-        "quiet": {
-            "accelerator": "cpu",
-            "devices": 1,
-            "logger": False,
-            "enable_progress_bar": False,
-        },
     }
 
 

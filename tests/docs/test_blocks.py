@@ -59,7 +59,7 @@ def indented_code(text: str) -> list[str]:
             is_inside = not is_inside
         elif not is_inside and line.strip():
             if not line.startswith(" "):
-                is_held = re.match(r"===|!!!|\?\?\?|[-*+] |\d+\. ", line) is not None
+                is_held = re.match(r"===|!!!|:::|\?\?\?|[-*+] |\d+\. ", line) is not None
             elif line.startswith("    ") and not is_held:
                 found.append(line.strip())
     return found
