@@ -51,13 +51,15 @@ class ShardHandler:
 
     * ``"train"``: all ranks take the same number of full steps, padded from the start of the
       epoch's order (``tail`` and the loader's ``drop_last`` say otherwise). Each pass over a loader
-      is its next epoch, in a run of another epoch length and in a new run as well. All ranks stop
-      together, whichever of them asks for it.
+      is its next epoch, in a run of another epoch length and in a new run as well.
     * ``"eval"``: every sample counts once, whatever the loader's ``drop_last``. All ranks take the
       same number of steps (``tail="exact"``); where that cannot be, for want of samples, with one
       row per step, or where batch samplers of the user's own make the batches, ranks may differ by
       a step, or have none (``tail="uneven"``). Every run starts at epoch 0, so that evaluations
       compare.
+
+    All ranks stop together, whichever of them asks for it; see ``agree_stop``. An exception on one
+    rank ends the run there; ranks that wait for that one get an error when its process ends.
 
     The engine's ``epoch_length`` becomes that of the shard, unless the user gave another one than
     the loader's length (which need not be given; beside a loaded state of the trainer, Ignite
@@ -75,7 +77,7 @@ class ShardHandler:
     ``engine.state.shard`` tells where a run stands: see `ShardProgress`.
 
     Collective: making one with a ``loader`` is, and so is the start of each run of an engine that
-    it is attached to, and, in training, the end of each iteration. Under torchrun, making one
+    it is attached to, and the end of each iteration that all ranks have. Under torchrun, making one
     starts the process group if nobody has; call ``idist.initialize``, or enter ``idist.Parallel``,
     before that.
 
@@ -104,7 +106,9 @@ class ShardHandler:
             others otherwise, so what only some ask for is done at the end of the following
             iteration, or at once in the last one of an epoch. A number: they do so at the end of
             each iteration that is a multiple of it, for steps of less than some milliseconds.
-            False: only if all ranks always ask for it together.
+            False: only if all ranks always ask for it together. Where ranks evaluate different
+            numbers of batches, what is asked for in those that not all have is done at the end of
+            the epoch.
         split_batches: False: each rank gets whole batches, every n-th. True: each batch is cut and
             each rank gets its piece.
         even_batches: False: nothing is repeated and ranks may differ by a step, which is an error

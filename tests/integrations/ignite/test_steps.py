@@ -375,6 +375,49 @@ def test_a_schedule_that_counts_batches_goes_on_inside_a_window() -> None:
     assert schedule.last_epoch == 8
 
 
+@pytest.mark.filterwarnings("ignore:.*Disabling autocast")
+@pytest.mark.parametrize("is_fused", [True, False])
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_a_training_with_skipped_steps_is_resumed_exactly(
+    is_fused: bool, accumulation: int
+) -> None:
+    """A batch whose step was skipped has had its turn: the scale went down for it."""
+
+    def train(stop_at: int | None, saved: Saved | None) -> tuple[torch.Tensor, Saved]:
+        training = Training(accumulation=accumulation, is_scaled=True, is_fused=is_fused)
+        assert training.scaler is not None
+        handler = ShardHandler(
+            optimizer=training.optimizer, scaler=training.scaler, comm=SoloComm(), data_seed=1
+        )
+        handler.attach(training.trainer)
+        named = {"trainer": training.trainer, "model": training.model, "shard": handler}
+        objects = {**named, "optimizer": training.optimizer, "scaler": training.scaler}
+        if saved is not None:
+            saved.get(objects)
+        kept = Saved()
+
+        def stop(engine: Engine) -> None:
+            if engine.state.iteration == stop_at:
+                kept.put(objects)
+                raise StoppedError
+
+        training.trainer.add_event_handler(Events.ITERATION_COMPLETED, stop)
+        loader = DataLoader(rows((0, 3)).dataset, batch_size=2, shuffle=True)
+        if stop_at is None:
+            training.trainer.run(loader, max_epochs=2)
+        else:
+            with pytest.raises(StoppedError):
+                training.trainer.run(loader, max_epochs=2)
+        return training.weights(), kept
+
+    whole, _ = train(None, None)
+    assert whole.isfinite().all()
+    for stop_at in range(1, 17):
+        _, saved = train(stop_at, None)
+        weights, _ = train(None, saved)
+        torch.testing.assert_close(weights, whole, rtol=0, atol=1e-6, msg=f"{stop_at}")
+
+
 def dropped_out(
     stop_at: int | None, saved: Saved | None, *, every: int, window: int | None = None
 ) -> tuple[list[tuple[float, int]], Saved]:
