@@ -374,3 +374,40 @@ def test_runs_without_data_stop_together_too() -> None:
         return engine.run(max_epochs=2, epoch_length=4).iteration
 
     assert run_ranks(WORLD_SIZE, rank) == [3] * WORLD_SIZE
+
+
+@pytest.mark.parametrize("after", [WORLD_SIZE, 1, 2])
+@pytest.mark.parametrize("event", [Events.ITERATION_STARTED, Events.ITERATION_COMPLETED])
+def test_a_run_that_one_rank_ended_is_resumed_exactly(event: Any, after: int) -> None:
+    def train(
+        comm: Comm, ask_at: int | None, saved: dict[str, Any] | None
+    ) -> tuple[list[tuple[int, list[int]]], dict[str, Any]]:
+        seen: list[tuple[int, list[int]]] = []
+
+        def step(_: Engine, batch: Any) -> None:
+            rows = batch.tolist()[: handler.loader.valid_rows]
+            seen.append((handler.loader.epoch, rows))
+
+        engine = Engine(step)
+        handler = ShardHandler(comm=comm, data_seed=2)
+        handler.attach(engine)
+        if comm.rank == LAST and ask_at is not None:
+            engine.add_event_handler(at_iteration(event, ask_at), engine.terminate)
+        if saved is not None:
+            handler.load_state_dict(saved)
+        engine.run(DataLoader(Ids(23), batch_size=2, shuffle=True), max_epochs=2)
+        return seen, handler.state_dict()
+
+    whole = run_ranks(WORLD_SIZE, train, None, None)
+    for ask_at in range(1, 8):
+        first = run_ranks(WORLD_SIZE, train, ask_at, None)
+        states = [state for _, state in first]
+        assert states == [states[0]] * WORLD_SIZE
+        rest = run_ranks(after, train, None, states[0])
+        if after == WORLD_SIZE:
+            both = [one + more for (one, _), (more, _) in zip(first, rest, strict=True)]
+            assert both == [seen for seen, _ in whole]
+        found = sorted(
+            (epoch, row) for seen, _ in first + rest for epoch, rows in seen for row in rows
+        )
+        assert found == [(epoch, row) for epoch in range(2) for row in range(23)]
