@@ -85,6 +85,7 @@ $(STAMPS)/bench: $(STAMPS)/torch
 	@touch $@
 
 $(STAMPS)/docs: $(STAMPS)/torch
+	@$(BIN)/python -c "import sys; sys.version_info >= (3, 11) or sys.exit('make docs needs Python 3.11 or newer, got ' + sys.version.split()[0] + '. Name another one: make docs PYTHON=python3.12 VENV=.venv-docs')"
 	@echo "Installing shardplug with what the documentation needs"
 	@$(PROJECT) '.[docs]'
 	@touch $@

@@ -125,7 +125,12 @@ def test_the_tables_of_the_commands_have_every_option_and_fault() -> None:
 
 # -- the site --
 
+needs_tools = pytest.mark.skipif(
+    sys.version_info < (3, 11), reason="the tools of the documentation need Python 3.11"
+)
 
+
+@needs_tools
 def test_a_picture_that_cannot_be_drawn_is_an_error(capfd: pytest.CaptureFixture[str]) -> None:
     for package in ("mkdocs", "typer", "matplotlib"):
         need(package, "docs")
@@ -160,6 +165,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@needs_tools
 @pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_it_builds_with_no_warning_and_fetches_nothing(site: Path) -> None:
@@ -174,6 +180,7 @@ def test_it_builds_with_no_warning_and_fetches_nothing(site: Path) -> None:
         assert "url(http" not in style.read_text(encoding="utf-8"), style
 
 
+@needs_tools
 @pytest.mark.slow
 def test_pictures_are_drawn_beside_the_page_that_shows_the_command(site: Path) -> None:
     for picture in ("whole", "slice", "pad", "drop", "exact", "uneven", "shuffled", "resumed"):
@@ -181,6 +188,7 @@ def test_pictures_are_drawn_beside_the_page_that_shows_the_command(site: Path) -
     assert not list(site.rglob("*.py"))
 
 
+@needs_tools
 @pytest.mark.slow
 def test_names_have_anchors_and_examples_are_code(site: Path) -> None:
     plan = (site / "reference" / "plan.html").read_text(encoding="utf-8")
@@ -190,6 +198,7 @@ def test_names_have_anchors_and_examples_are_code(site: Path) -> None:
     assert "<blockquote>" not in plan
 
 
+@needs_tools
 @pytest.mark.slow
 def test_each_language_points_to_the_other(site: Path) -> None:
     english, chinese = (site / "index.html", site / "zh" / "index.html")
