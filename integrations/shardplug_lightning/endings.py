@@ -21,6 +21,7 @@ from shardplug_lightning.internals import (
     end_epoch,
     is_validation_due,
     leave_restart,
+    logged_in_epoch,
 )
 
 
@@ -149,17 +150,21 @@ def step_plateaus(trainer: Trainer, interval: str, count: int) -> None:
             module.lr_scheduler_step(config.scheduler, value)
 
 
-def known_metrics(trainer: Trainer, loops: Mapping[str, Any]) -> dict[str, float]:
+def known_metrics(trainer: Trainer, loops: Mapping[str, Any], *, is_over: bool) -> dict[str, float]:
     """List what callbacks and schedules see, as numbers. Not collective: nothing is reduced.
 
     Args:
         trainer: The trainer.
         loops: Its counts, of the checkpoint that is being saved.
+        is_over: Whether the epoch is: what has been logged for its end is seen then, though of this
+            rank only. Nothing else will have been logged in it after a resume.
     """
     current = loops["epoch_loop.batch_progress"]["current"]
     is_in_batch = current["processed"] == current["completed"] + 1
     # What was logged in this batch is seen by asking, and nothing waits for the end of an epoch.
-    found = trainer.callback_metrics if is_in_batch else callback_metrics(trainer)
+    found = dict(trainer.callback_metrics if is_in_batch else callback_metrics(trainer))
+    if is_in_batch and is_over:
+        found |= logged_in_epoch(trainer)
     single = {
         name: value
         for name, value in found.items()

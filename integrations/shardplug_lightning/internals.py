@@ -16,7 +16,8 @@ out if the name has gone:
 * ``Trainer.fit_loop._restarting``, for which Lightning leaves out schedules at the end of an epoch;
 * ``_should_check_val_fx`` and ``_batches_that_stepped`` of ``Trainer.fit_loop.epoch_loop``, which
   tell whether a validation is due after a batch, and count the steps of loggers;
-* ``Trainer._logger_connector._callback_metrics``: the public way to them may wait for other ranks.
+* ``Trainer._logger_connector._callback_metrics``: the public way to them may wait for other ranks;
+* ``Trainer._results``: what has been logged in the epoch under way, for its end.
 
 (Besides, `ShardStrategy` overrides ``_configure_launcher``, as Lightning's own strategies do, and
 with it touches ``_launcher`` and ``_start_method`` of the class it extends.)
@@ -244,6 +245,25 @@ def callback_metrics(trainer: Trainer) -> dict[str, Any]:
     if not isinstance(metrics, dict):
         raise _cannot_go_on("Trainer._logger_connector._callback_metrics")
     return metrics
+
+
+def logged_in_epoch(trainer: Trainer) -> dict[str, Any]:
+    """Return what callbacks would see if the epoch ended now: of this rank, nothing is reduced.
+
+    Metrics with a state of their own are left out.
+
+    Raises:
+        PlanError: If this version of Lightning keeps it elsewhere.
+    """
+    results = getattr(trainer, "_results", None)
+    if not isinstance(results, dict):
+        raise _cannot_go_on("Trainer._results")
+    found: dict[str, Any] = {}
+    for each in results.values():
+        if each.meta.on_epoch and each.is_tensor:
+            weight = each.cumulated_batch_size if each.meta.is_mean_reduction else 1
+            found[each.meta.name] = found[each.meta.forked_name(False)] = each.value / weight
+    return found
 
 
 def _fetcher(trainer: Trainer) -> Any:

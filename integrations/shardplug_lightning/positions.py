@@ -323,7 +323,8 @@ class TrainingBook:
             return None  # only weights are saved, or nothing has been trained on
         loops["state_dict"].pop("combined_loader", None)  # rank 0's, which Lightning gives to all
         place = self._place_at(trainer, loops)
-        checkpoint[KEY] = {**place.as_dict(), "metrics": known_metrics(trainer, loops)}
+        metrics = known_metrics(trainer, loops, is_over=place.batches == 0)
+        checkpoint[KEY] = {**place.as_dict(), "metrics": metrics}
         return place if place.batches and self.differs_by_rank else None
 
     @property

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import Checkpoint, EarlyStopping
 from lightning.pytorch.loggers.logger import Logger
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader
@@ -22,6 +23,7 @@ from shardplug_lightning.internals import (
     end_epoch,
     is_validation_due,
     leave_restart,
+    logged_in_epoch,
 )
 from tests.integrations.lightning.ranks import Trainee, make_trainer, run_ranks, values
 from tests.integrations.lightning.test_places import way_out
@@ -65,6 +67,7 @@ class Follows(Trainee):
         rate = self.trainer.optimizers[0].param_groups[0]["lr"]
         self.log_book.append((self.current_epoch, batch_idx, self.trainer.is_last_batch, rate))
         self.log("seen", float(self.trainer.global_step))
+        self.log("of the epoch", 2.0, on_step=False, on_epoch=True, batch_size=2, sync_dist=True)
         return super().training_step(batch)
 
     def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
@@ -117,6 +120,7 @@ BY_EPOCH = {"interval": "epoch", "monitor": "val"}
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "by epoch": (BY_EPOCH, {}),
     "by epoch, of training": ({"interval": "epoch", "monitor": "seen"}, {"limit_val_batches": 0}),
+    "by the epoch's": ({"interval": "epoch", "monitor": "of the epoch"}, {"limit_val_batches": 0}),
     "by step": ({"interval": "step", "monitor": "seen"}, {"val_check_interval": 2}),
     "every other epoch": ({**BY_EPOCH, "frequency": 2}, {"check_val_every_n_epoch": 2}),
     "with a limit of steps": (BY_EPOCH, {"max_steps": 100}),
@@ -132,6 +136,9 @@ def train(case: str, kind: type[Follows], **chosen: Any) -> Follows:
     checkpoint = chosen.pop("checkpoint", None)
     logger = Steps(model.log_book)
     chosen = {"max_epochs": EPOCHS, "logger": logger, "log_every_n_steps": 1, **options, **chosen}
+    if schedule["monitor"] == "of the epoch":  # which must be there at its end
+        stops = EarlyStopping("of the epoch", patience=9, check_on_train_epoch_end=True)
+        chosen["callbacks"] = [stops, *chosen.get("callbacks", [])]
     trainer = make_trainer(ShardStrategy(), 1, **chosen)
     stream = DataLoader(Counting(0, 2 * BATCHES), batch_size=2)
     training = stream if "stream" in case else values(2 * BATCHES, 2)
@@ -188,6 +195,10 @@ def test_another_lightning_that_does_otherwise_is_an_error() -> None:
     trainer._logger_connector._callback_metrics = None
     with pytest.raises(PlanError, match=way_out("Trainer._logger_connector._callback_metrics")):
         callback_metrics(trainer)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Trainer, "_results", None)
+        with pytest.raises(PlanError, match=way_out("Trainer._results")):
+            logged_in_epoch(trainer)
     trainer.fit_loop._restarting = None
     with pytest.raises(PlanError, match=way_out("Trainer.fit_loop._restarting")):
         leave_restart(trainer)
