@@ -138,7 +138,9 @@ def test_a_machine_is_described_so_that_it_can_be_written() -> None:
     told = json.loads(json.dumps(machine.describe()))
     assert told["processor"]
     assert told["cores"] >= 1
-    assert told["packages"]["torch"] == importlib.import_module("torch").__version__
+    # A build's own tag is not always in what is installed: 2.6.0 of 2.6.0+cu124.
+    version, _, _ = importlib.import_module("torch").__version__.partition("+")
+    assert told["packages"]["torch"].partition("+")[0] == version
     assert machine.load() >= 0
 
 
