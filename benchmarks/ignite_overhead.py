@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from multiprocessing import get_context
 from statistics import median
+from time import perf_counter, process_time
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
-from benchmarks.table import Row, at_most, fewer, seconds, show, to_know
+from benchmarks.table import Row, at_most, fewer, show, to_know
 from shardplug import ShardEngine
 from shardplug_ignite import ShardHandler
 
@@ -74,16 +75,19 @@ def with_handler(trainer: Engine, **options: Any) -> Engine:
     return trainer
 
 
-def in_turns(runs: Mapping[str, Callable[[], object]], turns: int) -> dict[str, list[float]]:
+def in_turns(
+    runs: Mapping[str, Callable[[], object]], turns: int, clock: Callable[[], float]
+) -> dict[str, list[float]]:
     """Time runs in turns, each turn beginning with another of them."""
     times: dict[str, list[float]] = {name: [] for name in runs}
     names = list(runs)
     for turn in range(turns + 2):
         first = turn % len(names)
         for name in names[first:] + names[:first]:
-            took = seconds(runs[name])
+            start = clock()
+            runs[name]()
             if turn >= 2:  # the first ones warm up
-                times[name].append(took)
+                times[name].append(clock() - start)
     return times
 
 
@@ -106,11 +110,11 @@ def compared(what: str, times: Mapping[str, list[float]], steps: int) -> list[Ro
 
 
 def alone() -> list[Row]:
-    """Count what a handler adds to an iteration of one process."""
+    """Count what a handler adds to an iteration of one process: to what it works, on one thread."""
     torch.set_num_threads(1)
     model = network(64)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    loader = ShardEngine().prepare_loader(data(ALONE_STEPS, 16))
+    loader = ShardEngine().prepare_loader(data(ALONE_STEPS, 32))
     makers: dict[str, Callable[[], Engine]] = {
         "a step that does nothing": lambda: Engine(lambda _, __: None),
         "a step of a small network": lambda: trainer_of(model, optimizer),
@@ -119,7 +123,7 @@ def alone() -> list[Row]:
     for what, make in makers.items():
         engines = {"bare": make(), "": with_handler(make(), optimizer=optimizer)}
         runs = {name: partial(engine.run, loader) for name, engine in engines.items()}
-        found += compared(what, in_turns(runs, fewer(ALONE_TURNS)), ALONE_STEPS)
+        found += compared(what, in_turns(runs, fewer(ALONE_TURNS), process_time), ALONE_STEPS)
     return found
 
 
@@ -127,14 +131,14 @@ def two_ranks() -> list[Row]:
     """Count what it adds on two ranks, whose models exchange gradients in each step."""
     context = get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
-        found = context.SimpleQueue()
+        found = context.Queue()
         ranks = [
             context.Process(target=measure_rank, args=(rank, f"{folder}/store", found))
             for rank in range(2)
         ]
         for rank in ranks:
             rank.start()
-        figures = found.get()
+        figures = found.get(timeout=600)  # a rank that fails puts nothing
         for rank in ranks:
             rank.join()
     return [row for what, times in figures for row in compared(what, times, RANK_STEPS)]
@@ -154,7 +158,7 @@ def measure_rank(rank: int, store: str, found: Any) -> None:
             trainer = trainer_of(model, optimizer)
             engines[name] = with_handler(trainer, optimizer=optimizer, agree_stop=often)
         runs = {name: partial(each.run, loader) for name, each in engines.items()}
-        figures.append((what, in_turns(runs, fewer(RANK_TURNS))))
+        figures.append((what, in_turns(runs, fewer(RANK_TURNS), perf_counter)))
     if rank == 0:
         found.put(figures)
     dist.destroy_process_group()
