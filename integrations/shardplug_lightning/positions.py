@@ -281,6 +281,8 @@ class TrainingBook:
             batch = trainer.fit_loop.batch_idx  # the other one is that of the latest fetch
         if trainer.current_epoch != self._epoch:
             self._begin_epoch(trainer, batch)
+            if self._ahead < 0:
+                return  # nothing of the pass has been fetched, so that it is noted there
         views, epoch, ahead = self._views, self._epoch, self._ahead
         if ahead > 0 and trainer.is_last_batch:
             ahead = 0
@@ -308,7 +310,18 @@ class TrainingBook:
         if self.place is not None and self.place.batches:
             known = zip(self.place.loaders, self.place.have_ended, strict=True)
             self._marks[batch] = [Spot(0, 0, state, has_ended) for state, has_ended in known]
+        if self._ahead < 0:
+            self._mark_coming(batch)
         self.place, self._was_sent = None, False
+
+    def _mark_coming(self, batch: int) -> None:
+        """Note the places before and after the first batch of passes that are still to begin."""
+        numbers = [view.track.pass_number + 1 for view in self._views]
+        first = self._marks.setdefault(batch, [Spot(number, 0) for number in numbers])
+        self._marks[batch + 1] = [
+            Spot(number, 1, None, spot.has_ended)
+            for number, spot in zip(numbers, first, strict=True)
+        ]
 
     def write(self, trainer: Trainer, checkpoint: dict[str, Any]) -> Place | None:
         """Put the place into a checkpoint that is about to be saved.

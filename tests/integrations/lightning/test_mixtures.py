@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Callback
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -15,6 +16,7 @@ from shardplug import Comm
 from shardplug_lightning import ShardStrategy
 from tests.integrations.lightning.notes import Epochs, Learner, SaveAt, read
 from tests.integrations.lightning.ranks import make_trainer, run_ranks, values
+from tests.integrations.lightning.test_resume import Fails
 
 SEED, EPOCHS = 2, 3
 
@@ -124,3 +126,52 @@ def test_a_short_loader_goes_through_epochs_of_its_own_within_one(tmp_path: Path
         short = [*order_of(epoch, 8), *order_of(epoch + 1, 8)[:4]]
         both = [[*short[at : at + 2], 100 + at, 101 + at] for at in range(0, 12, 2)]
         assert seen[epoch] == both
+
+
+# -- steps that fetch their batches themselves ---------------------------------------------------
+
+
+class Fetches(Learner):
+    """Asks for the batch of a step."""
+
+    def training_step(self, dataloader_iter: Any) -> torch.Tensor:  # type: ignore[override]
+        batch, batch_idx, _ = next(dataloader_iter)
+        return super().training_step(batch, batch_idx)
+
+
+STOPS = (0, 1, 2, 5, 6, 7, 8, 13)
+
+
+def fetch(comm: Comm, notes: Path, kind: str, *callbacks: Callback, checkpoint: Any = None) -> None:
+    trainer = make_trainer(
+        ShardStrategy(data_seed=SEED), 1, max_epochs=EPOCHS, callbacks=list(callbacks)
+    )
+    loader = stream() if kind == "stream" else shuffled(12)
+    trainer.fit(Fetches(notes), loader, ckpt_path=checkpoint)
+
+
+def fail_and_fetch_again(comm: Comm, folder: Path, kind: str) -> None:
+    fetch(comm, folder / "whole-0", kind, SaveAt(folder, STOPS[1:]))
+    for batch in STOPS:
+        file = folder / f"failed {batch}.ckpt"
+        with pytest.raises(KeyError, match="killed"):
+            fetch(comm, folder / f"before {batch}-0", kind, Fails(batch, file))
+        fetch(comm, folder / f"failed {batch}-0", kind, checkpoint=file)
+    for batch in STOPS[1:]:
+        fetch(comm, folder / f"saved {batch}-0", kind, checkpoint=folder / f"{batch}.ckpt")
+
+
+@pytest.mark.parametrize("kind", ["shuffled", "stream"])
+@pytest.mark.filterwarnings(
+    "ignore:You are using the `dataloader_iter` step flavor",
+    "ignore:Found `dataloader_iter` argument",
+)
+def test_a_step_that_fetches_its_batches_makes_the_one_again_in_which_it_failed(
+    tmp_path: Path, kind: str
+) -> None:
+    run_ranks(1, fail_and_fetch_again, tmp_path, kind)
+    (seen,) = read(tmp_path, "whole", 1)
+    for batch in STOPS:
+        assert in_turn(read(tmp_path, f"failed {batch}", 1)[0]) == in_turn(seen)[batch:], batch
+    for batch in STOPS[1:]:
+        assert in_turn(read(tmp_path, f"saved {batch}", 1)[0]) == in_turn(seen)[batch:], batch
