@@ -187,6 +187,28 @@ def test_a_run_that_failed_on_all_ranks_leaves_nothing_on_its_way() -> None:
 
 
 @pytest.mark.parametrize(
+    ("ranks", "log"), [((LAST,), "1 2 3 4 |"), ((0, 1), "1 2 3 4 |"), (EVERYONE, "1 2 3 4")]
+)
+def test_the_end_of_an_epoch_that_nobody_foresaw_is_soon_enough(
+    ranks: tuple[int, ...], log: str
+) -> None:
+    """What was told in the last iteration is heard before the next epoch begins."""
+
+    def rank(comm: Comm) -> list[str]:
+        found: list[str] = []
+        engine = Engine(lambda engine, _: found.append(str(engine.state.iteration)))
+        ShardHandler(comm=comm).attach(engine)
+        if comm.rank in ranks:
+            event = at_iteration(Events.ITERATION_COMPLETED, 4)
+            engine.add_event_handler(event, engine.terminate)
+        engine.add_event_handler(Events.EPOCH_COMPLETED, lambda: found.append("|"))
+        engine.run(DataLoader(Stream(4 * 2 * WORLD_SIZE), batch_size=2), max_epochs=2)
+        return found
+
+    assert run_ranks(WORLD_SIZE, rank) == told(log)
+
+
+@pytest.mark.parametrize(
     ("number", "log"), [(1, "1 2 3 4"), (3, "1 2 3 4"), (5, "1 2 3 4 | 5 6 7")]
 )
 def test_ranks_may_ask_less_often(number: int, log: str) -> None:
