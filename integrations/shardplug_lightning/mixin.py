@@ -52,6 +52,7 @@ _AS_GIVEN = (
     "dispatch_batches",
     "slice_fn_for_dispatch",
     "use_stateful_dataloader",
+    "already_sharded",
     "sync_order",
     "worker_split",
     "batches_per_message",
@@ -101,6 +102,9 @@ class ShardStrategyMixin(Strategy):
         slice_fn_for_dispatch: Cuts each rank's rows out of a round that is dispatched; for loaders
             that are not it has no effect.
         use_stateful_dataloader: Read through torchdata's StatefulDataLoader.
+        already_sharded: True: every loader yields this rank's part, and is not cut again. None:
+            found out where that can be seen. For some loaders only, give those prepared by
+            `prepare_data_loader`.
         sync_order: How ranks come to one order where it is no function of (seed, epoch).
         worker_split: Who divides a stream among workers.
         batches_per_message: Most batches that one message from a worker carries, at least 1.
@@ -131,6 +135,7 @@ class ShardStrategyMixin(Strategy):
         dispatch_batches: bool | None = None,
         slice_fn_for_dispatch: Callable[..., Any] | None = None,
         use_stateful_dataloader: bool = False,
+        already_sharded: bool | None = None,
         sync_order: SyncOrder = "agree",
         worker_split: WorkerSplit = "auto",
         batches_per_message: int = 1,
@@ -154,6 +159,7 @@ class ShardStrategyMixin(Strategy):
             dispatch_batches=dispatch_batches,
             slice_fn_for_dispatch=slice_fn_for_dispatch,
             use_stateful_dataloader=use_stateful_dataloader,
+            already_sharded=already_sharded,
             sync_order=sync_order,
             worker_split=worker_split,
             batches_per_message=batches_per_message,

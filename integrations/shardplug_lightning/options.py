@@ -40,6 +40,7 @@ class ShardOptions:
     dispatch_batches: bool | None = None
     slice_fn_for_dispatch: Callable[..., Any] | None = None
     use_stateful_dataloader: bool = False
+    already_sharded: bool | None = None
     sync_order: str = "agree"
     worker_split: str = "auto"
     batches_per_message: int = 1
@@ -57,6 +58,7 @@ class ShardOptions:
         _check_bool("dispatch_batches", self.dispatch_batches, or_none=True)
         _check_callable("slice_fn_for_dispatch", self.slice_fn_for_dispatch)
         _check_bool("use_stateful_dataloader", self.use_stateful_dataloader)
+        _check_bool("already_sharded", self.already_sharded, or_none=True)
         _check_choice("sync_order", self.sync_order, ("agree", "broadcast"))
         _check_choice("worker_split", self.worker_split, ("auto", "shardplug", "dataset"))
         _check_count("batches_per_message", self.batches_per_message)

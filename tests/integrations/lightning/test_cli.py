@@ -31,6 +31,7 @@ CHANGED: dict[str, Any] = {
     "dispatch_batches": False,
     "slice_fn_for_dispatch": "shardplug.slice_tensors",
     "use_stateful_dataloader": True,
+    "already_sharded": False,
     "sync_order": "broadcast",
     "worker_split": "dataset",
     "batches_per_message": 3,

@@ -32,8 +32,8 @@ def test_a_misspelt_option_is_an_error_at_construction() -> None:
         "`seeed` must be an option of ShardStrategy or of what it is built on, got a name that "
         "none of them has. Did you mean `data_seed`? Its own options are split_batches, "
         "even_batches, tail, evaluation_tail, use_seedable_sampler, data_seed, rng_types, "
-        "dispatch_batches, slice_fn_for_dispatch, use_stateful_dataloader, sync_order, "
-        "worker_split, batches_per_message, seed_samples."
+        "dispatch_batches, slice_fn_for_dispatch, use_stateful_dataloader, already_sharded, "
+        "sync_order, worker_split, batches_per_message, seed_samples."
     )
     assert isinstance(caught.value, TypeError)
     assert isinstance(caught.value, ShardplugError)
@@ -111,6 +111,7 @@ def test_options_of_ddp_are_passed_on() -> None:
             {"use_stateful_dataloader": None},
             "`use_stateful_dataloader` must be True or False, got None.",
         ),
+        ({"already_sharded": "x"}, "`already_sharded` must be True, False or None, got 'x'."),
         ({"sync_order": "none"}, "`sync_order` must be one of 'agree', 'broadcast', got 'none'."),
         (
             {"worker_split": 2},

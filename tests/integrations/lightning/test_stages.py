@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch.utilities import CombinedLoader
-from torch.utils.data import DataLoader, get_worker_info
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from shardplug import Comm
 from shardplug_lightning import DispatcherView, ShardStrategy
@@ -205,3 +206,27 @@ def test_fewer_samples_than_ranks_are_an_error_before_the_loop(stage: str) -> No
     for told, seen in run_ranks(2, refuse, stage, 1, {}):
         assert "must be 0 or at least the 2 shards with tail='exact', got 1." in told
         assert seen == {}
+
+
+class OwnPart(IterableDataset[torch.Tensor]):
+    """Knows its rank, and yields nothing else than that rank's part."""
+
+    def __init__(self, comm: Comm) -> None:
+        self.part = range(comm.rank, 10, comm.world_size)
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter([torch.tensor(float(index)) for index in self.part])
+
+
+def read_own_parts(comm: Comm) -> dict[str, Any]:
+    loader = DataLoader(OwnPart(comm), batch_size=2)
+    return fit(comm, loader, [loader], strategy={"already_sharded": True})
+
+
+def test_data_that_is_cut_already_is_not_cut_again() -> None:
+    for rank, found in enumerate(run_ranks(2, read_own_parts)):
+        batches = [[rank, rank + 2], [rank + 4, rank + 6], [rank + 8]]
+        # Training steps are full and as many everywhere: its fifth row is filled up.
+        assert [batch[:2] for batch in found["train"][:2]] == batches[:2]
+        assert found["train"][2][0] == batches[2][0]
+        assert found["validate 0"] == batches
