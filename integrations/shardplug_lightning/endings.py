@@ -18,11 +18,14 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler, ProgressB
 from shardplug_lightning.internals import (
     callback_metrics,
     count_logged_steps,
+    counts_failed_step,
     end_epoch,
     is_validation_due,
     leave_restart,
     logged_in_epoch,
 )
+
+_COUNTS = ("ready", "started", "processed", "completed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +60,8 @@ class Owed:
             step_plateaus(trainer, "epoch", self.epochs)
             trainer.fit_loop.epoch_loop.restarting = False  # the one that follows is a new one
         leave_restart(trainer)
+        if counts_failed_step(trainer):
+            count_logged_steps(trainer, -1)
         if self.batches is not None:
             self._settle_batch(trainer, self.batches)
 
@@ -125,11 +130,28 @@ def rewind(progress: Mapping[str, Any], batches: int) -> None:
         progress: The counts of a loop in a checkpoint.
         batches: How many are done.
     """
-    current, total = progress["current"], progress["total"]
-    before = total["processed"] - current["processed"]
-    for name in ("ready", "started", "processed", "completed"):
+    current = progress["current"]
+    before = progress["total"]["processed"] - current["processed"]
+    for name in _COUNTS:
         current[name] = batches + (name in {"ready", "started"})
-        total[name] = before + current[name]
+    _count_all(progress, before)
+
+
+def align(progress: Mapping[str, Any]) -> None:
+    """Count no more over all epochs than what has been processed.
+
+    Where a batch had failed, Lightning begins it once more over all epochs than in its own, and
+    tells by that what was under way when a later checkpoint was saved.
+
+    Args:
+        progress: The counts of a loop in a checkpoint.
+    """
+    _count_all(progress, progress["total"]["processed"] - progress["current"]["processed"])
+
+
+def _count_all(progress: Mapping[str, Any], before: int) -> None:
+    for name in _COUNTS:
+        progress["total"][name] = before + progress["current"][name]
 
 
 def step_plateaus(trainer: Trainer, interval: str, count: int) -> None:

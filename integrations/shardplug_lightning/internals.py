@@ -14,8 +14,9 @@ out if the name has gone:
   several loaders makes the length of an epoch;
 * ``Trainer.fit_loop._data_fetcher``, which holds a batch where no length is known;
 * ``Trainer.fit_loop._restarting``, for which Lightning leaves out schedules at the end of an epoch;
-* ``_should_check_val_fx`` and ``_batches_that_stepped`` of ``Trainer.fit_loop.epoch_loop``, which
-  tell whether a validation is due after a batch, and count the steps of loggers;
+* ``_should_check_val_fx``, ``_should_accumulate`` and ``_batches_that_stepped`` of
+  ``Trainer.fit_loop.epoch_loop``, which tell whether a validation or a step of the optimizer is due
+  after a batch, and count the steps of loggers;
 * ``Trainer._logger_connector._callback_metrics``: the public way to them may wait for other ranks;
 * ``Trainer._results``: what has been logged in the epoch under way, for its end.
 
@@ -149,6 +150,18 @@ def count_as_over(trainer: Trainer) -> None:
         _shift(progress, int(trainer.num_training_batches) - progress.current.processed)
 
 
+def forget_failed(trainer: Trainer) -> None:
+    """Have Lightning count a batch that had failed as not begun, over all epochs too.
+
+    It does so by itself in the epoch alone, but may validate by the other count.
+
+    Raises:
+        PlanError: If this version of Lightning counts in another way.
+    """
+    _, progress = _batch_progress(trainer)
+    progress.total.ready = progress.total.started = progress.total.processed
+
+
 def _batch_progress(trainer: Trainer) -> tuple[Any, Any]:
     loop = getattr(trainer.fit_loop, "epoch_loop", None)
     progress = getattr(loop, "batch_progress", None)
@@ -221,6 +234,20 @@ def count_logged_steps(trainer: Trainer, by: int) -> None:
     if not isinstance(getattr(loop, "_batches_that_stepped", None), int):
         raise _cannot_go_on("Trainer.fit_loop.epoch_loop._batches_that_stepped")
     loop._batches_that_stepped += by  # noqa: SLF001  # see above
+
+
+def counts_failed_step(trainer: Trainer) -> bool:
+    """Tell whether Lightning is about to count the step for loggers of a batch that had failed.
+
+    Raises:
+        PlanError: If this version of Lightning counts in another way.
+    """
+    loop: Any = trainer.fit_loop.epoch_loop
+    accumulates = getattr(loop, "_should_accumulate", None)
+    if accumulates is None:
+        raise _cannot_go_on("Trainer.fit_loop.epoch_loop._should_accumulate")
+    has_failed = not (loop.restarted_on_train_batch_end or loop.restarted_on_last)
+    return bool(loop.restarting and has_failed and not accumulates())
 
 
 def end_epoch(trainer: Trainer) -> None:

@@ -21,12 +21,20 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.utilities import CombinedLoader
 
 from shardplug import ShardplugWarning, StateError
-from shardplug_lightning.endings import Owed, announce_epoch, known_metrics, owed_after, rewind
+from shardplug_lightning.endings import (
+    Owed,
+    align,
+    announce_epoch,
+    known_metrics,
+    owed_after,
+    rewind,
+)
 from shardplug_lightning.internals import (
     count_as_over,
     count_batches,
     fetch_again,
     follows_shortest,
+    forget_failed,
 )
 from shardplug_lightning.parts import Parts, States
 from shardplug_lightning.views import LoaderView, Spot
@@ -240,7 +248,10 @@ class TrainingBook:
         """
         self._trainer, self._epoch, self._marks = trainer, None, {}
         place, views = self.place, self._all_views()
-        if place is None or not views:
+        if not views:
+            return
+        forget_failed(trainer)
+        if place is None:
             return
         if trainer.num_training_batches == math.inf:
             self._count_open_end(trainer, place)
@@ -394,10 +405,11 @@ class TrainingBook:
         if loops is None:
             return
         loops["state_dict"].pop("combined_loader", None)
-        validation = loops["epoch_loop.val_loop.batch_progress"]
-        if validation["current"]["ready"] and not _is_over(validation, None):
+        for name in ("epoch_loop.batch_progress", "epoch_loop.val_loop.batch_progress"):
+            align(loops[name])
+        if _has_to_validate(loops):
             # Lightning goes back into one that failed inside a step, at its first batch here.
-            rewind(validation, 0)
+            rewind(loops["epoch_loop.val_loop.batch_progress"], 0)
         done = loops["epoch_loop.batch_progress"]["current"]["processed"]
         epoch = loops["epoch_progress"]["current"]["processed"]
         if KEY not in checkpoint:
@@ -405,7 +417,7 @@ class TrainingBook:
                 _warn_of_no_place(done)
             return
         self.place = place = Place.read(checkpoint[KEY])
-        if place.epoch == epoch and place.batches < done:
+        if place.epoch == epoch and place.batches < done and not _is_ending(loops):
             rewind(loops["epoch_loop.batch_progress"], place.batches)
         is_over = place.epoch > epoch
         self._owed = owed_after(
@@ -429,6 +441,22 @@ def _is_over(progress: Mapping[str, Any], num_batches: float | None) -> bool:
     current = progress["current"]
     is_last = progress["is_last_batch"] or current["ready"] == num_batches
     return bool(is_last) and current["processed"] == current["ready"] > 0
+
+
+def _is_ending(loops: Mapping[str, Any]) -> bool:
+    """Tell whether it was saved in the end of an epoch, whose batches Lightning still counts."""
+    current = loops["epoch_progress"]["current"]
+    return bool(current["completed"] < current["processed"])
+
+
+def _has_to_validate(loops: Mapping[str, Any]) -> bool:
+    """Tell whether a validation had begun that has not come to its end, if one was due at all."""
+    progress = loops["epoch_loop.val_loop.batch_progress"]
+    current, batches = progress["current"], loops["epoch_loop.batch_progress"]["current"]
+    if current["ready"]:
+        return current["completed"] < current["ready"] or not progress["is_last_batch"]
+    # Before its first batch nothing tells but that the batch of training has been left behind.
+    return bool(batches["ready"] == batches["completed"] > 0)
 
 
 def _longest_window(trainer: Trainer) -> int:

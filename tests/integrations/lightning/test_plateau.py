@@ -20,6 +20,7 @@ from shardplug_lightning.endings import Owed, owed_after
 from shardplug_lightning.internals import (
     callback_metrics,
     count_logged_steps,
+    counts_failed_step,
     end_epoch,
     is_validation_due,
     leave_restart,
@@ -206,6 +207,10 @@ def test_another_lightning_that_does_otherwise_is_an_error() -> None:
     name = "Trainer.fit_loop.epoch_loop._batches_that_stepped"
     with pytest.raises(PlanError, match=way_out(name)):
         count_logged_steps(trainer, 1)
+    trainer.fit_loop.epoch_loop._should_accumulate = None
+    name = "Trainer.fit_loop.epoch_loop._should_accumulate"
+    with pytest.raises(PlanError, match=way_out(name)):
+        counts_failed_step(trainer)
     trainer.fit_loop.epoch_loop._should_check_val_fx = None
     name = "Trainer.fit_loop.epoch_loop._should_check_val_fx"
     with pytest.raises(PlanError, match=way_out(name)):
