@@ -76,6 +76,7 @@ class Attachment:
         loader: What the engine iterates; None if it has no data.
         global_step: Iterations that were completed, in all runs that this one goes back to.
         is_tick_due: Whether the iteration that comes is the first, or follows on a real step.
+        has_begun: Whether a run has started with it.
     """
 
     def __init__(
@@ -90,6 +91,7 @@ class Attachment:
         self.loader: Loader | None = None
         self.global_step = 0
         self.is_tick_due = True
+        self.has_begun = False
         self._host = host
         self._is_eval = is_eval
         self._steps = steps
@@ -105,9 +107,6 @@ class Attachment:
         self._position: dict[str, Any] | None = None
         self._is_live = True
         self._is_working = False
-        # An epoch was left early and the next has not begun: the loader itself knows where it is.
-        self._is_between = False
-        self._left_epochs = 0  # those that are over then, the one left early among them
         # The epoch length that nobody gave: it was worked out here, or found in a run.
         self._has_own_length = False
         self._own_length: int | None = None
@@ -198,11 +197,11 @@ class Attachment:
         """
         state, saved = engine.state, None if self._is_eval else self._host.saved()
         self._engine_state = state
+        self.has_begun = True
         self._arrange(engine)
         if self._stops is not None:
             self._stops.begin_run()
-        self._due, self._is_partial, self._is_between = None, False, False
-        self._is_to_recount = False
+        self._due, self._is_partial, self._is_to_recount = None, False, False
         if state.dataloader is None:
             self.loader = self._shards = self._common_steps = None
         else:
@@ -345,9 +344,6 @@ class Attachment:
         data: Any = engine.state.dataloader
         if data is not self.loader:
             self._replace(engine, data)
-        if self._is_between:
-            self._is_between = False
-            self._stand_at((engine.state.iteration, self._left_epochs, 0))
         self._is_working = True
         if self._due is not None:
             (saved, is_at_end), self._due = self._due, None
@@ -388,10 +384,12 @@ class Attachment:
 
     def _leave_epoch(self, engine: Engine, iter_counter: int) -> None:
         """Take an epoch that is left early for one that is over."""
-        if self.loader is not None:
-            self.loader.set_epoch(self.loader.epoch + 1)
-        self._is_between, self._left_epochs = True, engine.state.epoch
-        self._is_live = True
+        loader = self.loader
+        if loader is not None:
+            loader.set_epoch(loader.epoch + 1)
+            # The engine leaves the pass only after this event; the loader stands at the next now.
+            loader.load_state_dict(loader.skipping(0).state_dict())
+        self._stand_at((engine.state.iteration, engine.state.epoch, 0))
 
     def _note_length(self, engine: Engine) -> None:
         """Note a length that the engine has found; let a rank without a step go on."""
@@ -442,7 +440,7 @@ class Attachment:
             return None
         if not self._is_live:
             return self._position
-        if self._is_eval or self._is_between or not self._is_working:
+        if self._is_eval or not self._is_working:
             return loader.state_dict()
         if self._engine_state.batch is None:
             return loader.state_dict()  # the next one has not come yet
@@ -456,8 +454,6 @@ class Attachment:
         """
         state = engine.state
         iteration, epochs, done = self._counts
-        if self._is_between:
-            iteration, epochs, done = state.iteration, self._left_epochs, 0
         taken = None
         if self._snapshot is not None and self._snapshot[0] == (iteration, epochs, done):
             taken = self._snapshot[1]
@@ -478,7 +474,7 @@ class Attachment:
             rank_states=taken,
         )
 
-    def _take_snapshot(self, engine: Engine) -> None:  # Ignite's signature
+    def _take_snapshot(self, engine: Engine, iter_counter: int = 0) -> None:  # Ignite's
         """Gather what every rank has of its own where the run stands.
 
         Collective: every rank must call it.

@@ -24,12 +24,14 @@ from shardplug import (
     ShardPlan,
     StateError,
     Tail,
+    check_options,
     current_comm,
     ready_batches,
 )
 from shardplug_ignite.attachment import Attachment, Prepared
 from shardplug_ignite.lengths import Loader
 from shardplug_ignite.options import check_agree_stop, real_steps
+from shardplug_ignite.ordering import is_running
 from shardplug_ignite.positions import SavedRun, read_state
 from shardplug_ignite.progress import ShardProgress
 from shardplug_ignite.stops import Stops
@@ -184,15 +186,16 @@ class ShardHandler:
         seed_samples: bool = False,
         comm: Comm | None = None,
     ) -> None:
+        kept = check_options(
+            put_on_device=put_on_device, device=device, already_sharded=already_sharded
+        )
         if mode not in ("train", "eval"):
             raise PlanError(f"`mode` must be 'train' or 'eval', got {mode!r}.")
         self._is_eval = mode == "eval"
         # Where an evaluation is not told how to end, the loader's numbers decide.
         self._prefers_exact = self._is_eval and even_batches and tail is None
         self._comm = comm
-        self._window = gradient_accumulation_steps
-        check_agree_stop(agree_stop)
-        self._asks_every = int(agree_stop)
+        self._asks_every = check_agree_stop(agree_stop)
         self._engine_options: dict[str, Any] = {
             "split_batches": split_batches,
             "even_batches": even_batches,
@@ -203,25 +206,23 @@ class ShardHandler:
             "non_blocking": non_blocking,
             "use_stateful_dataloader": use_stateful_dataloader,
             "seed_samples": seed_samples,
-            "gradient_accumulation_steps": gradient_accumulation_steps or 1,
+            "dispatch_batches": dispatch_batches,
+            "slice_fn_for_dispatch": slice_fn_for_dispatch,
+            "sync_order": sync_order,
+            "worker_split": worker_split,
+            "batches_per_message": batches_per_message,
+            "gradient_accumulation_steps": (
+                1 if gradient_accumulation_steps is None else gradient_accumulation_steps
+            ),
             "scheduler_unit": scheduler_unit,
             "torch_device_mesh": torch_device_mesh,
             "data_axes": data_axes,
             "comm": comm,
         }
-        self._options: dict[str, Any] = {
-            "put_on_device": put_on_device,
-            "device": device,
-            "dispatch_batches": dispatch_batches,
-            "slice_fn_for_dispatch": slice_fn_for_dispatch,
-            "already_sharded": already_sharded,
-            "sync_order": sync_order,
-            "worker_split": worker_split,
-            "batches_per_message": batches_per_message,
-        }
-        if gradient_accumulation_steps == 0:
-            raise PlanError("`gradient_accumulation_steps` must be at least 1, got 0.")
+        self._options = kept
         self._shards = ShardEngine(**self._engine_options)  # raises where one does not fit
+        is_window_known = gradient_accumulation_steps is not None
+        self._window = self._shards.gradient_accumulation_steps if is_window_known else None
         ticks = None
         if scheduler_unit == "batches":
             ticks = 1 if split_batches else self._shards.shard.count
@@ -232,6 +233,8 @@ class ShardHandler:
         # What is no DataLoader cannot be watched: the latest is kept.
         self._latest: tuple[Any, Prepared] | None = None
         self._attachments: WeakKeyDictionary[Engine, Attachment] = WeakKeyDictionary()
+        # Where engines stood that were detached, in the order in which they were.
+        self._left: WeakKeyDictionary[Engine, SavedRun] = WeakKeyDictionary()
         self._saved: SavedRun | None = None
         self._loader = None if loader is None else self.prepared(loader).loader
 
@@ -277,7 +280,8 @@ class ShardHandler:
                 Collective: all ranks come to the event together.
 
         Raises:
-            PlanError: If it is not an engine, one that rebuilds its loaders, or attached already.
+            PlanError: If it is not an engine, one that rebuilds its loaders, one that is running,
+                or attached already.
         """
         if not isinstance(engine, Engine):
             raise PlanError(
@@ -292,6 +296,11 @@ class ShardHandler:
         if self.is_attached(engine):
             raise PlanError(
                 "`engine` must not have this handler yet, got one that does. Call detach() first."
+            )
+        if is_running(engine):
+            raise PlanError(
+                "`engine` must not be running, got one whose run is under way or interrupted. "
+                "Attach the handler before run()."
             )
         if self._is_eval and snapshot is not None:
             raise PlanError(
@@ -317,12 +326,17 @@ class ShardHandler:
     def detach(self, engine: Engine) -> None:
         """Let an engine read what it is given, from its next run on; nothing if not attached.
 
+        The state stays that of the moment, until a run starts with the handler again.
+
         Args:
             engine: A trainer or an evaluator.
         """
         attachment = self._attachments.pop(engine, None)
         if attachment is None:
             return
+        if attachment.has_begun and not self._is_eval:
+            self._left.pop(engine, None)  # so that it comes last
+            self._left[engine] = attachment.run(engine)
         attachment.detach(engine)
         state: Any = engine.state
         if getattr(state, "shard", None) == ShardProgress(attachment):
@@ -356,9 +370,10 @@ class ShardHandler:
             return self._saved.as_dict()
         found = self._trainer()
         if found is None:
-            return _NOTHING.as_dict()
+            return next(reversed(list(self._left.values())), _NOTHING).as_dict()
         engine, attachment = found
-        return attachment.run(engine).as_dict()
+        left = None if attachment.has_begun else self._left.get(engine)
+        return (attachment.run(engine) if left is None else left).as_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Let the next run that starts go on from a state, on this or another number of ranks.

@@ -78,3 +78,19 @@ def _place(entries: list[Any], handler: Handler) -> int:
         if function == handler or (parent is not None and parent() is handler):
             return place
     return -1
+
+
+def is_running(engine: Engine) -> bool:
+    """Tell whether a run of an engine is under way, or interrupted.
+
+    Args:
+        engine: The engine.
+    """
+    run: Any = engine._internal_run_generator  # noqa: SLF001  # Ignite does not tell otherwise
+    if run is not None:
+        return run.gi_frame is not None
+    if engine.interrupt_resume_enabled:
+        return False
+    # Without it there is no generator: the iterator goes when a run ends, and comes after these.
+    is_starting = engine.last_event_name in (Events.STARTED, Events.EPOCH_STARTED)
+    return engine._dataloader_iter is not None or is_starting  # noqa: SLF001  # the same

@@ -6,6 +6,7 @@ from shardplug.agree import gather, gather_for_metrics, set_seed, synchronize_rn
 from shardplug.comm import Comm, SoloComm
 from shardplug.comm_torch import TorchComm, current_comm
 from shardplug.dispatch import DataLoaderDispatcher
+from shardplug.dividing import check_options
 from shardplug.engine import ShardEngine
 from shardplug.errors import (
     BatchError,
@@ -58,6 +59,7 @@ __all__ = [
     "StepSyncedScheduler",
     "Tail",
     "TorchComm",
+    "check_options",
     "current_comm",
     "gather",
     "gather_for_metrics",

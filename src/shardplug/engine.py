@@ -14,12 +14,12 @@ from shardplug.accumulation import MicroBatch, find_micro_batch, synchronising, 
 from shardplug.agree import gather, gather_for_metrics
 from shardplug.comm import Comm
 from shardplug.comm_torch import current_comm, local_device, start_process_group
-from shardplug.dividing import own_shard
+from shardplug.dividing import check_options, own_shard
 from shardplug.errors import PlanError
+from shardplug.kinds import check_count, check_has
 from shardplug.optimizer import ScalerAwareOptimizer
 from shardplug.plan.cursor import OpenWindow
 from shardplug.plan.shard import Shard
-from shardplug.plan.window import Accumulation
 from shardplug.prepare import prepare_data_loader
 from shardplug.prepared import PreparedLoader
 from shardplug.resume import (
@@ -30,8 +30,7 @@ from shardplug.resume import (
     read_engine_state,
     read_rank_state,
 )
-from shardplug.rng import check_rng_types, restore_process
-from shardplug.samplers import choose_tail
+from shardplug.rng import restore_process
 from shardplug.scheduler import StepSyncedScheduler, Unit
 
 
@@ -116,16 +115,34 @@ class ShardEngine:
         data_axes: Sequence[str] | None = None,
         comm: Comm | None = None,
     ) -> None:
-        choose_tail(tail, even_batches=even_batches, drop_last=False)
-        check_rng_types(rng_types)
-        Accumulation(gradient_accumulation_steps)  # raises where it is out of range
+        options = check_options(
+            split_batches=split_batches,
+            even_batches=even_batches,
+            tail=tail,
+            dispatch_batches=dispatch_batches,
+            slice_fn_for_dispatch=slice_fn_for_dispatch,
+            rng_types=rng_types,
+            use_seedable_sampler=use_seedable_sampler,
+            data_seed=data_seed,
+            non_blocking=non_blocking,
+            use_stateful_dataloader=use_stateful_dataloader,
+            sync_order=sync_order,
+            worker_split=worker_split,
+            batches_per_message=batches_per_message,
+            seed_samples=seed_samples,
+            torch_device_mesh=torch_device_mesh,
+            data_axes=data_axes,
+            comm=comm,
+        )
+        window = check_count("gradient_accumulation_steps", gradient_accumulation_steps, least=1)
+        check_has("scaler", scaler, ("scale", "step", "update"), what="torch.amp.GradScaler")
         if scheduler_unit not in get_args(Unit):
             raise PlanError(
                 f"`scheduler_unit` must be 'batches' or 'updates', got {scheduler_unit!r}."
             )
         if comm is None:
             start_process_group()
-        self.gradient_accumulation_steps = gradient_accumulation_steps
+        self.gradient_accumulation_steps = window
         self.scaler = scaler
         self._scheduler_unit: Unit = scheduler_unit
         self._comm = comm
@@ -133,26 +150,8 @@ class ShardEngine:
         self._loaders: list[PreparedLoader] = []
         self._optimizers: list[ScalerAwareOptimizer] = []
         self._micro_batch: MicroBatch | None = None
-        self._split_batches = split_batches
-        self._options: dict[str, Any] = {
-            "split_batches": split_batches,
-            "even_batches": even_batches,
-            "tail": tail,
-            "dispatch_batches": dispatch_batches,
-            "slice_fn_for_dispatch": slice_fn_for_dispatch,
-            "rng_types": rng_types,
-            "use_seedable_sampler": use_seedable_sampler,
-            "data_seed": data_seed,
-            "non_blocking": non_blocking,
-            "use_stateful_dataloader": use_stateful_dataloader,
-            "sync_order": sync_order,
-            "worker_split": worker_split,
-            "batches_per_message": batches_per_message,
-            "seed_samples": seed_samples,
-            "torch_device_mesh": torch_device_mesh,
-            "data_axes": data_axes,
-            "comm": comm,
-        }
+        self._split_batches: bool = options["split_batches"]
+        self._options = options
 
     def _ranks(self) -> Comm:
         return current_comm() if self._comm is None else self._comm

@@ -23,12 +23,13 @@ from shardplug.devices import move_batches
 from shardplug.errors import PlanError, StateError
 from shardplug.feeds import Feed, IndexFeed, find_seed, seeded
 from shardplug.fetching import Crew, Messages, Records
+from shardplug.kinds import check_count, check_device
 from shardplug.passes import EmptyPass, Pass, ReadyPass, StreamPass
 from shardplug.plan.cursor import Cursor, Run
 from shardplug.plan.order import worker_seed
 from shardplug.plan.shard import Shard
 from shardplug.plan.split import Split, Tail
-from shardplug.prepared import PreparedLoader, Settings, check_count
+from shardplug.prepared import PreparedLoader, Settings
 from shardplug.rows import count_rows
 from shardplug.samplers import BatchSamplerShard
 from shardplug.streams import HasState, StreamFeed
@@ -103,7 +104,7 @@ class DataLoaderShard(PreparedLoader):
         settings = Settings(
             seed=rng.draw_seed() if chosen is None else rng.signed_seed(chosen),
             is_seed_pinned=chosen is not None,
-            device=None if device is None else torch.device(device),
+            device=check_device("device", device),
             non_blocking=non_blocking,
             rng_types=rng.check_rng_types(rng_types),
             generator=synchronized_generator,

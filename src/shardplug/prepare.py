@@ -14,15 +14,39 @@ from torch.utils.data import DataLoader, IterableDataset
 from shardplug.comm import Comm, SoloComm, agree_on
 from shardplug.comm_torch import current_comm, local_device
 from shardplug.dispatch import DataLoaderDispatcher
-from shardplug.dividing import LOADER_FACTS, Options, check_loader, is_seen_cut, own_shard
+from shardplug.dividing import (
+    LOADER_FACTS,
+    Options,
+    check_loader,
+    check_options,
+    is_seen_cut,
+    own_shard,
+)
 from shardplug.errors import PlanError, ShardplugWarning
 from shardplug.feeds import Feed, seeded
+from shardplug.kinds import check_count, check_device
 from shardplug.loader import DataLoaderShard, whole_feed
 from shardplug.plan.shard import Shard
 from shardplug.plan.split import Tail
-from shardplug.prepared import PreparedLoader, Settings, check_count
+from shardplug.prepared import PreparedLoader, Settings
 from shardplug.rng import draw_seed
 from shardplug.samplers import SkipBatchSampler
+
+_SAME = (
+    "rng_types",
+    "split_batches",
+    "even_batches",
+    "tail",
+    "use_seedable_sampler",
+    "data_seed",
+    "already_sharded",
+    "sync_order",
+    "worker_split",
+    "non_blocking",
+    "batches_per_message",
+    "seed_samples",
+)
+"""Options that are what they are called in `Options` too."""
 
 
 def prepare_data_loader(  # noqa: PLR0917  # these names and their order are Accelerate's
@@ -117,30 +141,43 @@ def prepare_data_loader(  # noqa: PLR0917  # these names and their order are Acc
     """
     if isinstance(dataloader, PreparedLoader):
         return dataloader
+    given = check_options(
+        device=device,
+        num_processes=num_processes,
+        process_index=process_index,
+        split_batches=split_batches,
+        put_on_device=put_on_device,
+        rng_types=rng_types,
+        dispatch_batches=dispatch_batches,
+        even_batches=even_batches,
+        slice_fn_for_dispatch=slice_fn_for_dispatch,
+        use_seedable_sampler=use_seedable_sampler,
+        data_seed=data_seed,
+        non_blocking=non_blocking,
+        use_stateful_dataloader=use_stateful_dataloader,
+        torch_device_mesh=torch_device_mesh,
+        tail=tail,
+        already_sharded=already_sharded,
+        sync_order=sync_order,
+        data_axes=data_axes,
+        worker_split=worker_split,
+        batches_per_message=batches_per_message,
+        seed_samples=seed_samples,
+        comm=comm,
+    )
     ranks = current_comm() if comm is None else comm
     own = own_shard(ranks, torch_device_mesh, data_axes)
     shard = Shard(
-        own.index if process_index is None else process_index,
-        own.count if num_processes is None else num_processes,
+        own.index if process_index is None else given["process_index"],
+        own.count if num_processes is None else given["num_processes"],
     )
     is_simulation = shard != own
     options = Options(
-        device=_choose_device(device) if put_on_device else None,
-        rng_types=rng_types,
-        split_batches=split_batches,
-        even_batches=even_batches,
-        tail=tail,
-        use_seedable_sampler=use_seedable_sampler,
-        data_seed=data_seed,
-        already_sharded=already_sharded,
-        sync_order=sync_order,
-        worker_split=worker_split,
-        non_blocking=non_blocking,
-        is_stateful=use_stateful_dataloader,
-        batches_per_message=batches_per_message,
-        seed_samples=seed_samples,
+        device=_choose_device(given["device"]) if put_on_device else None,
         slice_fn=slice_fn_for_dispatch,
+        is_stateful=given["use_stateful_dataloader"],
         comm=comm,
+        **{name: given[name] for name in _SAME},
     )
     is_dispatched = _is_dispatched(dispatch_batches, dataloader, options, is_simulation)
     _warn_of_no_effect(
@@ -221,8 +258,8 @@ def _warn_of_no_effect(
         )
 
 
-def _choose_device(device: torch.device | str | int | None) -> torch.device:
-    return local_device() if device is None else torch.device(device)
+def _choose_device(device: torch.device | int | None) -> torch.device:
+    return check_device("device", device) or local_device()
 
 
 def _is_dispatched(
@@ -251,4 +288,4 @@ def _is_dispatched(
             "`dispatch_batches` must be False or None for a shard that is not this process's own, "
             "got True: nobody would send it. Leave num_processes and process_index out."
         )
-    return dispatch_batches
+    return bool(dispatch_batches)

@@ -721,14 +721,3 @@ class PreparedLoader(DataLoader[Any]):
         if self._settings.is_simulation or not self._settings.is_divided:
             return None
         return self.comm if self.comm.world_size > 1 else None
-
-
-def check_count(name: str, count: int, *, least: int) -> int:
-    """Check a number of things.
-
-    Raises:
-        PlanError: If it is too small.
-    """
-    if count < least:
-        raise PlanError(f"`{name}` must be at least {least}, got {count}.")
-    return count

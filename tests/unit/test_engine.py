@@ -370,6 +370,22 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: ShardEngine().prepare_loader(loader_over(4), rng_types=["dice"]),
         r"`rng_types` must be among .*, got 'dice'\.",
     ),
+    "a window that is no integer": (
+        lambda: ShardEngine(gradient_accumulation_steps=1.5),  # type: ignore[arg-type]
+        r"`gradient_accumulation_steps` must be an integer, got 1\.5\.",
+    ),
+    "a window of a truth value": (
+        lambda: ShardEngine(gradient_accumulation_steps=True),
+        r"`gradient_accumulation_steps` must be an integer, got True\.",
+    ),
+    "no scaler": (
+        lambda: ShardEngine(scaler=5),  # type: ignore[arg-type]
+        r"`scaler` must be a torch\.amp\.GradScaler or None, got 5\.",
+    ),
+    "a flag of a loader": (
+        lambda: ShardEngine().prepare_loader(loader_over(4), put_on_device="no"),
+        r"`put_on_device` must be True or False, got 'no'\.",
+    ),
     "no loader": (
         lambda: ShardEngine().prepare_loader([[0, 1]]),  # type: ignore[arg-type]
         r"`dataloader` must be a .*DataLoader, got list\.",

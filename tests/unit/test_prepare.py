@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from inspect import signature
 from itertools import product
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import (
@@ -27,8 +30,10 @@ from shardplug import (
     PlanError,
     SeedableRandomSampler,
     Shard,
+    ShardEngine,
     ShardplugWarning,
     Tail,
+    check_options,
     prepare_data_loader,
     skip_first_batches,
 )
@@ -161,6 +166,112 @@ def test_arguments_that_do_not_fit_are_refused(case: str) -> None:
     with pytest.raises(PlanError) as caught:
         prepare_data_loader(loader, **options)
     assert str(caught.value) == message
+
+
+KINDS: dict[str, tuple[str, list[Any]]] = {
+    **dict.fromkeys(
+        (
+            "split_batches",
+            "put_on_device",
+            "even_batches",
+            "use_seedable_sampler",
+            "non_blocking",
+            "use_stateful_dataloader",
+            "seed_samples",
+        ),
+        ("True or False", ["no", 1, 0, None, torch.tensor(True), np.array([True])]),
+    ),
+    **dict.fromkeys(
+        ("dispatch_batches", "already_sharded"), ("True, False or None", ["x", 1, 0.0])
+    ),
+    **dict.fromkeys(
+        ("num_processes", "process_index", "data_seed"),
+        ("an integer or None", ["a", 1.5, True, torch.ones(2)]),
+    ),
+    "batches_per_message": ("an integer", ["2", 1.0, None, False]),
+    "slice_fn_for_dispatch": ("a function or None", [3, "f"]),
+    "comm": ("a Comm or None", [4, "gloo"]),
+    "torch_device_mesh": ("a DeviceMesh or None", [4, "dp"]),
+    "data_axes": ("a sequence of names", ["dp", 3]),
+    "rng_types": ("a sequence of names", ["torch", 3]),
+    "device": ("a torch.device, the name or number of one, or None", ["nope", 1.5, True, {}]),
+    "tail": ("one of", [3, []]),
+    "sync_order": ('"agree" or "broadcast"', [None, []]),
+    "worker_split": ("one of", [None, []]),
+}
+
+
+def checks_of(name: str) -> list[Callable[..., Any]]:
+    """All that take an option, as functions of its value alone."""
+    found: list[Callable[..., Any]] = [partial(prepare_data_loader, loader_over()), check_options]
+    if name in signature(ShardEngine).parameters:
+        found.append(ShardEngine)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [(name, value) for name, (_, values) in KINDS.items() for value in values]
+)
+def test_a_value_of_a_wrong_kind_is_refused_wherever_it_is_given(name: str, value: Any) -> None:
+    rule = KINDS[name][0]
+    for check in checks_of(name):
+        with pytest.raises(PlanError) as caught:
+            check(**{name: value})
+        assert str(caught.value).startswith(f"`{name}` must be {rule}"), check
+        assert f"got {value!r:.80}." in str(caught.value)
+
+
+def test_the_kind_of_every_option_is_checked() -> None:
+    options = {*signature(prepare_data_loader).parameters} - {"dataloader"}
+    assert options == {*KINDS}
+
+
+def test_there_are_no_other_options_to_check() -> None:
+    with pytest.raises(TypeError, match="unexpected keyword argument 'shuffle'"):
+        check_options(shuffle=True)
+
+
+def test_a_device_that_is_not_there_is_refused_where_something_is_moved_to_it() -> None:
+    assert check_options(device=0) == {"device": 0}
+    with pytest.raises(PlanError, match=r"`device` must be a torch\.device, the name or number"):
+        prepare_data_loader(loader_over(), device=-1, put_on_device=True)
+
+
+class Number:
+    """What can be an index is a number."""
+
+    def __index__(self) -> int:
+        return 2
+
+
+@pytest.mark.parametrize("two", [np.int64(2), np.uint8(2), torch.tensor(2), Number()])
+def test_whatever_can_be_an_index_is_an_integer(two: Any) -> None:
+    checked = check_options(num_processes=two, data_seed=two, batches_per_message=two)
+    assert [type(each) for each in checked.values()] == [int] * 3
+    assert {*checked.values()} == {2}
+    loader = prepare_data_loader(loader_over(), num_processes=two, process_index=1)
+    assert loader.shard == Shard(1, 2)
+
+
+@pytest.mark.parametrize("yes", [True, np.bool_(True), np.array(True)])
+def test_truth_values_may_be_numpys(yes: Any) -> None:
+    checked = check_options(split_batches=yes, dispatch_batches=yes)
+    assert [each is True for each in checked.values()] == [True, True]
+    loader = prepare_data_loader(loader_over(), num_processes=2, process_index=1, split_batches=yes)
+    assert batches_of(loader) == [[1], [3], [5], [7]]
+
+
+class Place:
+    """No rank of ours, but good enough to be asked where it is."""
+
+    rank, world_size = 0, 1
+
+
+def test_ranks_and_meshes_are_known_by_what_they_can_do() -> None:
+    ranks = Place()
+    assert check_options(comm=ranks)["comm"] is ranks
+    names = {"rng_types": ("python",), "data_axes": ["dp"], "tail": Tail.DROP}
+    assert check_options(**names) == names
 
 
 class Own(DataLoader[Any]):

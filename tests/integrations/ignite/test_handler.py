@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from itertools import chain
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import example, given
@@ -770,20 +771,68 @@ def test_options_are_checked_when_they_are_given(options: dict[str, Any], rule: 
         ShardHandler(comm=SoloComm(), **options)
 
 
-@pytest.mark.parametrize(
-    ("options", "rule"),
-    [
-        ({"worker_split": "me"}, "`worker_split` must be .*, got 'me'"),
-        ({"sync_order": "guess"}, "`sync_order` must be .*, got 'guess'"),
-        ({"batches_per_message": 0}, "`batches_per_message` must be at least 1, got 0"),
-    ],
+FLAGS = (
+    "split_batches",
+    "even_batches",
+    "use_seedable_sampler",
+    "put_on_device",
+    "non_blocking",
+    "use_stateful_dataloader",
+    "seed_samples",
 )
-def test_options_of_loaders_are_checked_when_one_is_given(
-    options: dict[str, Any], rule: str
+OF_A_WRONG_KIND: dict[str, list[Any]] = {
+    **{name: ["no", 1, None, torch.tensor(True)] for name in FLAGS},
+    **{name: ["x", 0] for name in ("dispatch_batches", "already_sharded")},
+    "gradient_accumulation_steps": [1.5, "2", True, 0],
+    "batches_per_message": [0, 1.5, "2", None],
+    "data_seed": ["a", 0.5, False],
+    "agree_stop": ["a", 0, -1, 0.5, None],
+    "slice_fn_for_dispatch": [3],
+    "comm": [4],
+    "device": ["nope", 0.5, True, []],
+    "rng_types": ["torch", 3, ("dice",), (3,)],
+    "data_axes": ["dp", 3],
+    "torch_device_mesh": ["dp"],
+    "worker_split": ["me", 3],
+    "sync_order": ["guess", None],
+    "tail": ["short", 3],
+    "mode": ["test", None],
+    "scheduler_unit": ["days", None],
+    "scaler": [5],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [(name, value) for name, values in OF_A_WRONG_KIND.items() for value in values],
+)
+def test_an_option_of_a_wrong_kind_is_refused_by_its_name_when_it_is_given(
+    name: str, value: Any
 ) -> None:
-    engine, _, _ = recorder(**options)
-    with pytest.raises(PlanError, match=rule):
-        engine.run(loader_of(4))
+    with pytest.raises(PlanError, match=f"^`{name}` must "):
+        ShardHandler(**{"comm": SoloComm(), name: value})
+
+
+def test_the_kind_of_every_option_is_checked() -> None:
+    objects = {"self", "loader", "optimizer", "lr_scheduler"}
+    assert inspect.signature(ShardHandler.__init__).parameters.keys() - objects == {
+        *OF_A_WRONG_KIND
+    }
+
+
+def test_numbers_and_truth_values_of_numpy_are_taken() -> None:
+    def run(engine: Engine) -> None:
+        engine.run(loader_of(8))
+
+    options: dict[str, Any] = {
+        "split_batches": np.bool_(True),
+        "gradient_accumulation_steps": np.int64(2),
+        "batches_per_message": np.int32(2),
+        "data_seed": np.int64(3),
+    }
+    split = [[[0], [2], [4], [6]], [[1], [3], [5], [7]]]
+    for asks in (np.int64(2), np.bool_(True), np.bool_(False)):
+        assert by_rank(2, run, agree_stop=asks, **options) == split
 
 
 # What is refused.
@@ -807,6 +856,94 @@ def test_attaching_twice_is_refused() -> None:
         handler.attach(engine)
     engine.run(loader_of(4))
     assert seen == [[0, 1], [2, 3]]
+
+
+IN_A_RUN = (
+    Events.STARTED,
+    Events.EPOCH_STARTED,
+    Events.GET_BATCH_STARTED,
+    Events.GET_BATCH_COMPLETED,
+    Events.ITERATION_STARTED,
+    Events.ITERATION_COMPLETED,
+    Events.DATALOADER_STOP_ITERATION,
+    Events.TERMINATE_SINGLE_EPOCH,
+    Events.EPOCH_COMPLETED,
+    Events.TERMINATE,
+    Events.COMPLETED,
+)
+
+
+@pytest.mark.parametrize("event", IN_A_RUN)
+@pytest.mark.parametrize("is_resumable", [True, False])
+@pytest.mark.parametrize("was_attached", [True, False])
+def test_attaching_to_an_engine_that_runs_is_refused(
+    event: Any, is_resumable: bool, was_attached: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The handlers of the event are being called, and the start has been missed."""
+    monkeypatch.setattr(Engine, "interrupt_resume_enabled", is_resumable)
+    refused: list[str] = []
+    calls: list[str] = []
+    engine = Engine(lambda _, __: None)
+    handler = ShardHandler(comm=SoloComm())
+    if was_attached:
+        handler.attach(engine)
+
+    def attach(*_: Any, **__: Any) -> None:
+        handler.detach(engine)
+        try:
+            handler.attach(engine)
+        except PlanError as error:
+            refused.append(str(error))
+
+    engine.add_event_handler(event, attach)
+    engine.add_event_handler(event, lambda *_, **__: calls.append("the next"))
+    leave = engine.terminate_epoch if event == Events.TERMINATE_SINGLE_EPOCH else lambda: None
+    engine.add_event_handler(Events.ITERATION_COMPLETED(once=1), leave)
+    end = engine.terminate if event == Events.TERMINATE else lambda: None
+    engine.add_event_handler(Events.ITERATION_COMPLETED(once=5), end)
+    engine.run(loader_of(4), max_epochs=3, epoch_length=3)
+    assert set(refused) == {
+        "`engine` must not be running, got one whose run is under way or interrupted. "
+        "Attach the handler before run()."
+    }
+    assert len(calls) == len(refused)  # each handler was called once
+    handler.attach(engine)  # now that it has ended
+
+
+def test_attaching_to_an_engine_that_is_interrupted_is_refused() -> None:
+    engine = Engine(lambda _, __: None)
+    engine.add_event_handler(Events.ITERATION_COMPLETED(once=1), engine.interrupt)
+    engine.run(loader_of(4))
+    with pytest.raises(PlanError, match="`engine` must not be running, got one whose run is under"):
+        ShardHandler().attach(engine)
+    engine.run(loader_of(4))
+    ShardHandler().attach(engine)
+
+
+@pytest.mark.parametrize("is_resumable", [True, False])
+def test_an_engine_whose_run_failed_is_attached_to(
+    is_resumable: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Engine, "interrupt_resume_enabled", is_resumable)
+    seen: Batches = []
+
+    def step(_: Engine, batch: torch.Tensor) -> None:
+        seen.append(batch.tolist())
+        if len(seen) == 1:
+            raise KeyError
+
+    engine = Engine(step)
+    with pytest.raises(KeyError):
+        engine.run(loader_of(4))
+    ShardHandler(comm=SoloComm()).attach(engine)
+
+
+def test_another_engine_is_attached_to_while_one_runs() -> None:
+    outer, inner = Engine(lambda _, __: None), Engine(lambda _, __: None)
+    handler = ShardHandler(comm=SoloComm(), mode="eval")
+    outer.add_event_handler(Events.ITERATION_COMPLETED(once=1), lambda: handler.attach(inner))
+    outer.run(loader_of(4))
+    assert handler.is_attached(inner)
 
 
 def test_there_is_no_loader_before_one_was_given() -> None:

@@ -75,7 +75,7 @@ class Script:
             rows = list(ids_of(batch))[: handler.loader.valid_rows]
             trained.steps.append((handler.loader.epoch, rows))
 
-        def save(engine: Engine) -> None:
+        def save(engine: Engine, iter_counter: int = 0) -> None:  # Ignite adds it at one event
             if save_at is None or next(times) != save_at[1]:
                 return
             state = {"trainer": dict(engine.state_dict()), "shard": handler.state_dict()}
@@ -221,17 +221,122 @@ def test_a_run_in_which_an_epoch_was_left_is_resumed_exactly(event: Any) -> None
         ]
 
 
-@pytest.mark.parametrize("event", [Events.EPOCH_COMPLETED, Events.EPOCH_STARTED])
-@pytest.mark.parametrize("has_trainer", [True, False])
-def test_an_epoch_that_was_left_stays_left(event: Any, has_trainer: bool) -> None:
+LEFT: dict[str, tuple[Callable[[], Loader], dict[str, Any]]] = {
+    "by index": (shuffled(13), {}),
+    "dispatched": (shuffled(13), {"dispatch_batches": True}),
+    "stream": (lambda: DataLoader(Stream(13), batch_size=2), {"dispatch_batches": False}),
+    "dispatched stream": (lambda: DataLoader(Stream(13), batch_size=2), {}),
+}
+
+
+@pytest.mark.parametrize(
+    ("event", "number"),
+    [
+        (Events.TERMINATE_SINGLE_EPOCH, 1),
+        (Events.EPOCH_COMPLETED, 1),
+        (Events.EPOCH_STARTED, 2),
+    ],
+)
+@pytest.mark.parametrize(
+    ("kind", "has_trainer"),
+    # Ignite refuses its own state before the length of an epoch is known.
+    [*((kind, False) for kind in LEFT), ("by index", True), ("dispatched", True)],
+)
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_an_epoch_that_was_left_stays_left(
+    event: Any, number: int, kind: str, has_trainer: bool, world_size: int
+) -> None:
+    """At the first of these events the engine has not left the pass, but the epoch is over."""
+    make_loader, options = LEFT[kind]
     script = Script(
-        shuffled(11), {"max_epochs": 3}, prepare=leave_an_epoch, has_trainer=has_trainer
+        make_loader,
+        {"max_epochs": 3},
+        options,
+        prepare=leave_an_epoch,
+        has_trainer=has_trainer,
     )
-    whole = script.train(2)
-    number = 1 if event == Events.EPOCH_COMPLETED else 2
-    ranks = resumed(script, nth(event, number), 2, 2)
+    whole = script.train(world_size)
+    assert {epoch for epoch, _ in whole[0].steps} == {0, 1, 2}
+    ranks = resumed(script, nth(event, number), world_size, world_size)
     assert [rank.steps for rank in ranks] == [rank.steps for rank in whole]
-    assert ranks[0].ended == whole[0].ended
+    assert ranks[0].ended[0] == whole[0].ended[0] == 3
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_state_of_the_end_of_an_epoch_that_was_left_is_of_the_next(is_first: bool) -> None:
+    """Whether it is saved by a handler that was there before ours, or by one that came later."""
+
+    def rank(comm: Comm) -> State:
+        engine = Engine(lambda _, __: None)
+        handler = ShardHandler(comm=comm, data_seed=5)
+        saved: list[State] = []
+
+        def save(*_: Any, **__: Any) -> None:
+            saved.append(handler.state_dict())
+
+        if is_first:
+            engine.add_event_handler(Events.TERMINATE_SINGLE_EPOCH, save)
+        handler.attach(engine, snapshot=Events.TERMINATE_SINGLE_EPOCH)
+        if not is_first:
+            engine.add_event_handler(Events.TERMINATE_SINGLE_EPOCH, save)
+        leave_an_epoch(engine)
+        engine.run(shuffled(24)(), max_epochs=3)
+        assert len(saved) == 1
+        return saved[0]
+
+    for state in run_ranks(2, rank):
+        assert (state["iteration"], state["epochs"], state["epoch_iterations"]) == (2, 1, 0)
+        assert (state["loader"]["epoch"], state["loader"]["consumed"]) == (1, 0)
+        assert state["rank_states"] is not None
+
+
+# Without an engine.
+
+
+def trainer_of(handler: ShardHandler) -> Engine:
+    engine = Engine(lambda _, __: None)
+    handler.attach(engine)
+    return engine
+
+
+@pytest.mark.parametrize("at", [1, 3, 5, None])
+def test_the_state_stays_what_it_was_when_an_engine_is_detached(at: int | None) -> None:
+    handler = ShardHandler(comm=SoloComm(), data_seed=5)
+    engine = trainer_of(handler)
+    states: list[State] = []
+
+    def detach() -> None:
+        states.append(handler.state_dict())
+        handler.detach(engine)
+
+    if at is not None:
+        engine.add_event_handler(Events.ITERATION_COMPLETED(once=at), detach)
+    engine.run(shuffled(8)(), max_epochs=2)
+    if at is None:
+        detach()
+    assert states[0]["iteration"] == (8 if at is None else at)
+    assert handler.state_dict() == states[0]
+    handler.attach(engine)
+    assert handler.state_dict() == states[0]  # no run has started since
+    engine.run(shuffled(8)(), max_epochs=3)
+    assert handler.state_dict()["iteration"] == engine.state.iteration
+
+
+def test_the_state_of_another_engine_is_not_taken_for_that_of_a_new_one() -> None:
+    handler = ShardHandler(comm=SoloComm(), data_seed=5)
+    empty = handler.state_dict()
+    first, second = trainer_of(handler), Engine(lambda _, __: None)
+    first.run(shuffled(8)())
+    handler.detach(first)
+    handler.attach(second)
+    assert handler.state_dict()["iteration"] == 0
+    handler.detach(second)  # it has done nothing
+    assert handler.state_dict()["iteration"] == 4
+    assert handler.state_dict() != empty
+    handler.attach(second)
+    second.run(shuffled(6)())
+    handler.detach(second)
+    assert handler.state_dict()["iteration"] == 3  # the latest counts
 
 
 @pytest.mark.parametrize(
