@@ -34,6 +34,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def exit_with_status() -> None:
     """Run the command line and end the process with its status."""
+    if sys.stdout is None:  # closed by who started it, with >&-
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  # open to the end
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal may not know all letters of the help
@@ -41,7 +43,13 @@ def exit_with_status() -> None:
         status = main()
         sys.stdout.flush()
     except BrokenPipeError:
-        # Who reads the output has seen enough; nothing may be written to it at the end, either.
+        status = 1  # who reads the output has seen enough
+    except OSError as error:
+        print(f"shardplug: The output cannot be written: {error.strerror}.", file=sys.stderr)
+        status = 2
+    try:
+        sys.stdout.flush()
+    except OSError:
+        # What is left can be written nowhere, at the end of the process as little as here.
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  # open to the end
-        status = 1
     sys.exit(status)

@@ -17,7 +17,7 @@ from shardplug.cli.drawing import as_json, draw
 from shardplug.cli.findings import KINDS
 from shardplug.cli.outline import Request, number
 from shardplug.cli.picture import save_picture
-from shardplug.cli.refusal import Refusal
+from shardplug.cli.refusal import Refusal, one_line, sentence
 from shardplug.cli.trial import Conditions
 from shardplug.errors import ShardplugError
 from shardplug.plan.split import Split
@@ -241,6 +241,9 @@ def check_command(
     _at_least("--world-size", world_size, 1)
     _at_least("--epochs", epochs, 1)
     _at_least("--max-batches", max_batches, 1)
+    _at_most("--world-size", world_size, MOST_RANKS, _WHY_SO_FEW_RANKS)
+    _at_most("--epochs", epochs, sys.maxsize, "No more can be counted.")
+    _at_most("--max-batches", max_batches, sys.maxsize, "Leave it out to read all.")
     allowed = frozenset(allow or ())
     for name in sorted(allowed - set(KINDS)):
         raise Refusal(f"`--allow` must be one of {', '.join(KINDS)}, got {name!r}.")
@@ -272,6 +275,13 @@ def check_command(
     raise typer.Exit(0 if is_sound else 1)
 
 
+MOST_RANKS = 4096
+"""Ranks meet all with all, in time that grows with the square of their number."""
+_WHY_SO_FEW_RANKS = (
+    "Each rank is a thread of this one process, with random generators of its own; faults that "
+    "4096 ranks have show on fewer, and plan draws any number."
+)
+
 _NO_OPTIONS: dict[str, Any] = {
     "split_batches": False,
     "even_batches": True,
@@ -291,6 +301,11 @@ def _words(options: dict[str, Any]) -> list[str]:
 def _at_least(name: str, value: int | None, least: int) -> None:
     if value is not None and value < least:
         raise Refusal(f"`{name}` must be at least {least}, got {value}.")
+
+
+def _at_most(name: str, value: int | None, most: int, why: str) -> None:
+    if value is not None and value > most:
+        raise Refusal(f"`{name}` must be at most {most}, got {value}. {why}")
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -313,6 +328,10 @@ def run(arguments: Sequence[str]) -> int:
         return _refuse(str(error))
     except _CLICK_ERROR as error:
         return _refuse(f"{error.format_message().rstrip('.')}. See shardplug --help.")
+    except BrokenPipeError:
+        raise  # who reads has seen enough: nothing to be said
+    except OSError as error:  # those of files and of the user's code are caught where they come
+        return _refuse(f"The output cannot be written: {sentence(one_line(error))}")
     if status == _STOPPED:  # some versions of typer return it, others raise Abort
         return _refuse("stopped by Ctrl-C.", status=_STOPPED)
     return int(status or 0)

@@ -48,7 +48,7 @@ def check(plea: Plea) -> bool:
     trial = _run(factory, plea.conditions)
     found = find_faults(trial, plea.conditions, lambda: expected_tags(factory, plea.conditions))
     console = Console(highlight=False)
-    title = f"{plea.target} on {plea.conditions.world_size} ranks"
+    title = f"{plea.target} on {_ranks(plea.conditions)}"
     console.print(Text(title, style="bold"), soft_wrap=True)
     console.print(_summary(plea, trial))
     for warning in trial.warned[:5]:
@@ -59,9 +59,16 @@ def check(plea: Plea) -> bool:
     if faults:
         count = "1 fault" if len(faults) == 1 else f"{len(faults)} faults"
         console.print(Text(f"{count} found.", style="bold red"))
+    elif not any(log.num_steps for logs in trial.logs for log in logs):
+        words = "nothing to check: no rank has read a batch; no fault found."
+        console.print(Text(words, style="bold yellow"))
     else:
         console.print(Text("ok: no fault found.", style="bold green"))
     return not faults
+
+
+def _ranks(conditions: Conditions) -> str:
+    return "1 rank" if conditions.world_size == 1 else f"{conditions.world_size} ranks"
 
 
 def _run(factory: Factory, conditions: Conditions) -> Trial:
@@ -77,7 +84,7 @@ def _run(factory: Factory, conditions: Conditions) -> Trial:
     with Progress(
         *columns, console=console, transient=True, disable=not console.is_terminal
     ) as progress:
-        task = progress.add_task(f"{conditions.world_size} ranks", total=None)
+        task = progress.add_task(_ranks(conditions), total=None)
 
         def tell(done: int, total: int | None) -> None:
             progress.update(task, completed=done, total=total)

@@ -39,33 +39,37 @@ def tokens(cell: Cell, numbering: Numbering, most: int | None = None) -> list[To
         per_line = _WIDEST // (len(str(cell.num_samples)) + 1)
         most = MOST_RUNS if numbering.is_sequential else max(3, min(MOST_IDS, 2 * per_line))
     real = "dropped" if cell.is_dropped else "real"
-    found = _written(cell, range(cell.valid_rows), real, numbering, most)
-    padding = range(cell.valid_rows, cell.num_rows)
+    rows, padding = (0, cell.valid_rows), (cell.valid_rows, cell.num_rows)
+    found = _written(cell, rows, real, numbering, most)
     return found + _written(cell, padding, "padded", numbering, most)
 
 
-def _written(cell: Cell, rows: range, kind: str, numbering: Numbering, most: int) -> list[Token]:
+def _written(
+    cell: Cell, rows: tuple[int, int], kind: str, numbering: Numbering, most: int
+) -> list[Token]:
+    # Rows are their first and the one after their last: a range above 2^63 has no len().
     sign = SIGNS[kind]
+    start, stop = rows
     if numbering.is_sequential:
-        texts = list(_runs(cell, rows, most))
+        texts = list(_runs(cell, start, stop, most))
     else:
-        kept = ends(len(rows), most)
-        ids = iter(numbering.take([cell.position(rows[at]) for at in kept if at is not None]))
+        kept = ends(stop - start, most)
+        ids = iter(numbering.take([cell.position(start + at) for at in kept if at is not None]))
         texts = ["..." if at is None else str(next(ids)) for at in kept]
     return [Token(text if text == "..." else sign + text, kind) for text in texts]
 
 
-def _runs(cell: Cell, rows: range, most: int) -> Iterator[str]:
+def _runs(cell: Cell, start: int, stop: int, most: int) -> Iterator[str]:
     """Write rows down as runs of positions that follow one another."""
-    at = 0
+    at = start
     for _ in range(most):
-        if at == len(rows):
+        if at == stop:
             return
-        first = cell.position(rows[at])
-        length = min(len(rows) - at, cell.num_samples - first)
+        first = cell.position(at)
+        length = min(stop - at, cell.num_samples - first)
         yield str(first) if length == 1 else f"{first}-{first + length - 1}"
         at += length
-    if at < len(rows):
+    if at < stop:
         yield "..."
 
 

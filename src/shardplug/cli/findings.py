@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import chain, islice
 from typing import Any, cast
 
 import torch
@@ -16,7 +17,7 @@ from torch.utils.data import (
 )
 
 from shardplug.cli.refusal import one_line
-from shardplug.cli.tracing import CONTENT, DRAWS, ID, WORKER
+from shardplug.cli.tracing import CONTENT, DRAWS, ID, WORKER, is_key, kept_generators, number_of
 from shardplug.cli.trial import Conditions, Trial
 from shardplug.errors import CommError, ShardplugError
 from shardplug.samplers import known_length, nested_samplers
@@ -35,6 +36,8 @@ KINDS = {
     "equal-augmentation": "epochs draw the same random numbers",
     "raises": "the loader raises an error",
 }
+_MOST_KEYS = 2**16
+"""Keys of a sampler to look for names in."""
 _FEW_IDS = 10
 """Below so many samples two shuffles may well be equal by chance."""
 
@@ -82,6 +85,7 @@ class _Seen:
         place: Which of them each row is.
         counts: How often each came.
         lost: Ids of those that did not.
+        names: Writes ids out.
     """
 
     epoch: int
@@ -90,6 +94,7 @@ class _Seen:
     place: Tensor
     counts: Tensor
     lost: list[int]
+    names: Callable[[list[int]], str]
 
     @property
     def has_repeats(self) -> bool:
@@ -105,11 +110,12 @@ class _Seen:
         """Tell what came more than once, and of one sample on which ranks."""
         repeated = (self.counts > 1).nonzero().flatten()
         example = int(repeated[0])
+        name = self.names([int(self.things[example, 0])])
         ranks = sorted({int(rank) for rank in self.rows[self.place == example, _RANK]})
         return (
             f"{len(repeated)} of {len(self.things)} samples came more than once in epoch "
-            f"{self.epoch}: {_ids(self.things[repeated, 0].tolist())}; id "
-            f"{int(self.things[example, 0])} came {int(self.counts[example])} times, on "
+            f"{self.epoch}: {self.names(self.things[repeated, 0].tolist())}; "
+            f"{name} came {int(self.counts[example])} times, on "
             f"{_ranks(ranks)}"
         )
 
@@ -184,6 +190,25 @@ class _Judge:
         source = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
         return list(nested_samplers(source))
 
+    def _ids(self, ids: list[int]) -> str:
+        shown = ids[:5]
+        keys = self._keys() if any(map(is_key, shown)) else {}
+        names = ", ".join(keys.get(each, str(each)) for each in shown)
+        return f"{'ids' if len(ids) > 1 else 'id'} {names}{' and more' if len(ids) > 5 else ''}"
+
+    def _keys(self) -> dict[int, str]:
+        """Ask the samplers for their keys once more, and write them out by their numbers."""
+        keys: dict[int, str] = {}
+        for loader in self.trial.loaders:
+            batches: Any = loader.batch_sampler
+            with kept_generators():
+                try:
+                    found = loader.sampler if batches is None else chain.from_iterable(batches)
+                    keys |= {number_of(key): repr(key) for key in islice(found, _MOST_KEYS)}
+                except Exception:  # noqa: BLE001  # the user's sampler may raise anything
+                    return keys
+        return keys
+
     def _rows(self, epoch: int) -> Tensor:
         """What all ranks saw in an epoch: (rows, rank and tag columns)."""
         return _joined((rank, 0, logs[epoch].tags) for rank, logs in enumerate(self.trial.logs))
@@ -192,7 +217,7 @@ class _Judge:
         rows = self._rows(epoch)
         things, place = torch.unique(rows[:, _shift(ID, CONTENT)], dim=0, return_inverse=True)
         counts = torch.bincount(place, minlength=len(things))
-        seen = _Seen(epoch, rows, things, place, counts, self._lost(epoch, rows))
+        seen = _Seen(epoch, rows, things, place, counts, self._lost(epoch, rows), self._ids)
         is_mixed = False
         if seen.has_repeats and self._is_true_repeat(epoch, rows):
             is_mixed = self._are_orders_mixed(seen)
@@ -233,8 +258,10 @@ class _Judge:
         if num_samples is None or any(isinstance(s, SubsetRandomSampler) for s in samplers):
             return []
         ids = rows[:, _shift(ID)[0]]
+        if ((ids < 0) | (ids >= num_samples)).any():
+            return []  # keys of another kind than [0, length): which there are is not known
         is_seen = torch.zeros(num_samples, dtype=torch.bool)
-        is_seen[ids[(ids >= 0) & (ids < num_samples)]] = True
+        is_seen[ids] = True
         return (~is_seen).nonzero().flatten().tolist()
 
     def _may_be_dropped(self) -> int:
@@ -267,7 +294,7 @@ class _Judge:
         if is_mixed:
             return Finding(
                 "different-order",
-                f"{what}; {len(seen.lost)} never came, as {_ids(seen.lost)}. Each rank takes "
+                f"{what}; {len(seen.lost)} never came, as {self._ids(seen.lost)}. Each rank takes "
                 "its part from an order of its own.",
                 "Seed the shuffle alike on every rank, by (seed, epoch); or let shardplug divide a "
                 "plain shuffle=True.",
@@ -302,7 +329,7 @@ class _Judge:
     def _never(self, seen: _Seen) -> Finding:
         return Finding(
             "never",
-            f"{len(seen.lost)} samples never came in epoch {seen.epoch}: {_ids(seen.lost)}.",
+            f"{len(seen.lost)} samples never came in epoch {seen.epoch}: {self._ids(seen.lost)}.",
             "Let the sampler, or the parts that a stream is cut in, cover all of the data; "
             "--allow never if it is meant so. Data that is cut for each rank already must not be "
             "cut again: already_sharded=True.",
@@ -318,13 +345,12 @@ class _Judge:
                 [logs[each].tags[:, ID] for logs in self.trial.logs] for each in (epoch, epoch + 1)
             ]
             first = orders[0]
-            is_shuffled = any(bool((ids[1:] < ids[:-1]).any()) for ids in first)
             is_equal = all(map(torch.equal, *orders))
-            if is_shuffled and is_equal and sum(map(len, first)) >= _FEW_IDS:
+            if is_equal and sum(map(len, first)) >= _FEW_IDS and _is_shuffled(first):
                 yield Finding(
                     "equal-epochs",
                     f"epochs {epoch} and {epoch + 1} have the same shuffled order; rank 0 begins "
-                    f"both with {_ids(first[0].tolist())}.",
+                    f"both with {self._ids(first[0].tolist())}.",
                     "Call set_epoch(epoch) on the sampler before each epoch."
                     if self.is_as_is
                     else "Let the sampler follow set_epoch(epoch), or draw anew in __iter__; "
@@ -392,6 +418,24 @@ class _Judge:
         return num_shared
 
 
+def _is_shuffled(orders: list[Tensor]) -> bool:
+    """Tell whether ids go back on a rank, other than to such as have come before.
+
+    Where a sampler fills up, ranks go back to the start of the data, or to that of their part.
+    Keys that are no numbers have no order to go back in.
+    """
+    ids = torch.cat(orders)
+    if bool(is_key(ids).any()):
+        return False
+    places = torch.cat([torch.arange(len(each)) for each in orders])
+    things, which = torch.unique(ids, return_inverse=True)
+    first = torch.full((len(things),), len(ids), dtype=torch.int64)
+    first.scatter_reduce_(0, which, places, "amin")
+    is_new = (places == first[which]).split([len(each) for each in orders])
+    fresh = [each[new] for each, new in zip(orders, is_new, strict=True)]
+    return any(bool((each[1:] < each[:-1]).any()) for each in fresh)
+
+
 def _shared_draws(kind: str, count: int) -> Finding:
     who, remedy = {
         "same-augmentation": (
@@ -452,11 +496,6 @@ def _varies(group: Tensor, values: Tensor) -> Tensor:
 def _contents(tags: Tensor) -> dict[int, int]:
     contents, counts = torch.unique(tags[:, CONTENT], return_counts=True)
     return dict(zip(contents.tolist(), counts.tolist(), strict=True))
-
-
-def _ids(ids: list[int]) -> str:
-    shown = ", ".join(map(str, ids[:5]))
-    return f"{'ids' if len(ids) > 1 else 'id'} {shown}{' and more' if len(ids) > 5 else ''}"
 
 
 def _ranks(ranks: list[int]) -> str:

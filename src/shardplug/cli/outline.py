@@ -184,9 +184,8 @@ class Leg:
             first = plan.cursor(step) + rank * rows
             return Cell(first, rows, plan.valid_rows(step), self._num_samples)
         # Without padding nothing wraps: however many rows there are, they are a range.
-        positions = plan.positions(step)
-        rows = len(positions)
-        return Cell(positions[0], rows, rows, self._num_samples, is_dropped)
+        rows = plan.valid_rows(step)
+        return Cell(plan.positions(step)[0], rows, rows, self._num_samples, is_dropped)
 
 
 @dataclass(frozen=True, slots=True)

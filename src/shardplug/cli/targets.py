@@ -6,7 +6,7 @@ import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, ValuesView
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from shardplug.cli.refusal import Refusal, one_line
+from shardplug.cli.refusal import Refusal, one_line, sentence
 from shardplug.cli.tracing import has_own_iter
 from shardplug.prepared import PreparedLoader
 
@@ -38,7 +38,7 @@ def find_factory(target: str, loader_name: str) -> Factory:
         Refusal: If there is no such thing.
     """
     place, colon, name = target.rpartition(":")
-    if not (colon and place and name):
+    if not (colon and place and name) or (place.startswith(".") and not place.endswith(".py")):
         raise Refusal(f"TARGET must be MODULE:FACTORY or path/to/file.py:FACTORY, got {target!r}.")
     module = _import_file(Path(place)) if place.endswith(".py") else _import_module(place)
     made: Any = module
@@ -68,7 +68,9 @@ def _import_module(name: str) -> ModuleType:
                 "in .py."
             ) from error
         raise Refusal(f"Importing {name!r} failed: {one_line(error)}") from error
-    except (Exception, SystemExit) as error:  # the user's module may raise anything
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # the user's module may raise anything
         raise Refusal(f"Importing {name!r} failed: {one_line(error)}") from error
 
 
@@ -91,7 +93,9 @@ def _import_file(path: Path) -> ModuleType:
     sys.modules[path.stem] = module
     try:
         spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:  # the user's module may raise anything
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # the user's module may raise anything
         del sys.modules[path.stem]
         raise Refusal(f"Importing {str(path)!r} failed: {one_line(error)}") from error
     return module
@@ -116,9 +120,12 @@ def _make(made: Any, name: str, loader_name: str, rank: int, world_size: int) ->
         result = made(**{key: value for key, value in place.items() if key in wanted})
         if callable(getattr(result, "train_dataloader", None)):
             result = _from_module(result, loader_name)
-    except (Exception, SystemExit) as error:  # the user's code may raise anything
+            name = f"{name}().{loader_name}_dataloader"
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # the user's code may raise anything
         raise Refusal(
-            f"{name}() failed on rank {rank}: {one_line(error)} Let it run alone first."
+            f"{name}() failed on rank {rank}: {sentence(one_line(error))} Let it run alone first."
         ) from error
     return _checked(result, name)
 
@@ -146,7 +153,7 @@ def _checked(result: Any, name: str) -> DataLoader[Any]:
     if not isinstance(result, DataLoader):
         raise Refusal(
             f"{name}() must return one torch.utils.data.DataLoader or a LightningDataModule, got "
-            f"{type(result).__name__}. Write a function that returns the loader to be checked."
+            f"{type(result).__name__}. {_way_to_one(result)}"
         )
     if isinstance(result, StatefulDataLoader) and has_own_iter(result):
         raise Refusal(
@@ -154,3 +161,16 @@ def _checked(result: Any, name: str) -> DataLoader[Any]:
             f"{type(result).__name__}. Return a plain one over the same data."
         )
     return result
+
+
+def _way_to_one(result: Any) -> str:
+    """Say how to come to a loader from what is none."""
+    if inspect.iscoroutine(result):
+        result.close()  # python warns of one that nobody has awaited
+        return "Write a function without async that returns the loader to be checked."
+    several = result.values() if isinstance(result, dict) else result
+    if isinstance(several, (list, tuple, ValuesView)) and any(
+        isinstance(each, DataLoader) for each in several
+    ):
+        return "Write a function that returns one of them, and check each by itself."
+    return "Write a function that returns the loader to be checked."

@@ -10,9 +10,9 @@ from __future__ import annotations
 import copy
 import ctypes
 import hashlib
+import operator
 import pickle
 import random
-import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -182,7 +182,7 @@ class _TracedMap(_Traced):
         probe = Probe(self.own_generators())
         value = self.traced[index]
         drawn = self.without_seeded(probe.drawn(), lambda: self.traced[index])
-        return Tagged(value, (_number(index), 0, worker_number(), *drawn, 0))
+        return Tagged(value, (number_of(index), 0, worker_number(), *drawn, 0))
 
 
 class _TracedStream(_Traced, IterableDataset[Any]):
@@ -222,7 +222,7 @@ def _getitems(self: _TracedMap, indices: list[Any]) -> list[Tagged]:
     values = self.traced.__getitems__(indices)
     drawn = self.without_seeded(probe.drawn(), lambda: self.traced.__getitems__(indices))
     return [
-        Tagged(value, (_number(index), 0, worker_number(), *drawn, 0))
+        Tagged(value, (number_of(index), 0, worker_number(), *drawn, 0))
         for index, value in zip(indices, values, strict=True)
     ]
 
@@ -367,9 +367,26 @@ def _hashed(state: Any) -> int:
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little") or 1
 
 
-def _number(index: Any) -> int:
-    """Give the number of a sample; of keys that are no numbers one that stands for them."""
-    return index if isinstance(index, int) else zlib.crc32(repr(index).encode()) - 2**40
+def number_of(index: Any) -> int:
+    """Give the number of a sample; of a key that is none, one that stands for it, see `is_key`."""
+    try:
+        number = operator.index(index)  # numpy's and torch's are numbers, too
+    except TypeError:
+        pass
+    else:
+        if _LEAST_NUMBER <= number < 2**63:
+            return number
+    # Of long tensors and arrays repr() leaves the middle out.
+    text = repr(index.tolist() if hasattr(index, "tolist") else index)
+    return -(2**63) + (_hashed(text.encode()) >> 2)
+
+
+def is_key(numbers: Any) -> Any:
+    """Tell whether a number, or which of a tensor, stands for a key that is none itself."""
+    return numbers < _LEAST_NUMBER
+
+
+_LEAST_NUMBER = -(2**62)
 
 
 def worker_number() -> int:

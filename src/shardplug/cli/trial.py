@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from shardplug import rng
+from shardplug.cli.refusal import Refusal, one_line, sentence
 from shardplug.cli.targets import Factory
 from shardplug.cli.tracing import (
     GENERATORS,
@@ -29,7 +30,7 @@ from shardplug.cli.tracing import (
     trace,
 )
 from shardplug.dispatch import DataLoaderDispatcher
-from shardplug.errors import PlanError
+from shardplug.errors import CommError, PlanError
 from shardplug.plan.order import mix_seed
 from shardplug.prepare import prepare_data_loader
 from shardplug.prepared import PreparedLoader
@@ -119,7 +120,7 @@ def try_out(
         What they saw; a failure in the middle of it is part of that.
 
     Raises:
-        Refusal: If the user's function fails.
+        Refusal: If the user's function fails, or the system has not enough threads for the ranks.
         PlanError: If the loader cannot be prepared so.
     """
     with kept_generators(), warnings.catch_warnings(record=True) as caught:
@@ -138,12 +139,24 @@ def try_out(
 
 
 def expected_tags(factory: Factory, conditions: Conditions) -> Tensor:
-    """Read the data set of a single process from its start to its end, and return the tags."""
+    """Read the data set of a single process from its start to its end, and return the tags.
+
+    Raises:
+        Refusal: If the user's function or data set fails.
+    """
     with kept_generators(), warnings.catch_warnings(record=True):
         warnings.simplefilter("always")
         turns = _Turns(conditions)
         loader = trace(turns.alone(0, factory, 0, 1))
-        tags = [item.tag for item in cast(Any, loader.dataset)]
+        try:
+            tags = [item.tag for item in cast(Any, loader.dataset)]
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # the user's data set may raise anything
+            raise Refusal(
+                f"Reading the stream in a single process failed: {sentence(one_line(error))} Let "
+                "it run alone first."
+            ) from error
     return torch.tensor(tags, dtype=torch.int64).reshape(-1, NUM_COLUMNS)
 
 
@@ -168,12 +181,23 @@ def _run(trial: Trial, conditions: Conditions, turns: _Turns, tally: _Tally) -> 
 
     try:
         run_ranks(conditions.world_size, live, timeout_s=_A_DAY_S)
-    except PlanError as error:
-        if not any(was_prepared):
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # the user's data set may raise anything
+        if isinstance(error, PlanError) and not any(was_prepared):
             raise
-        trial.failure = error
-    except Exception as error:  # noqa: BLE001  # the user's data set may raise anything
-        trial.failure = error
+        trial.failure = _of_a_rank(error, conditions)
+
+
+def _of_a_rank(error: BaseException, conditions: Conditions) -> BaseException:
+    """Return what a rank has raised; what is of none kept the ranks from their start."""
+    notes = getattr(error, "__notes__", [])
+    if isinstance(error, CommError) or any(note.startswith("Raised on rank") for note in notes):
+        return error
+    raise Refusal(
+        "`--world-size` must be so small that each rank can have a thread of this process, "
+        f"got {conditions.world_size}: {sentence(one_line(error))} Try fewer ranks."
+    ) from error
 
 
 def _let_go(failure: BaseException) -> None:

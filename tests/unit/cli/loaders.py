@@ -99,13 +99,23 @@ class Broken(Dataset[Any]):
         return index
 
 
-class Fixed(Sampler[int]):
+class ByKey(Dataset[Any]):
+    """Has its samples by keys that are no numbers."""
+
+    def __len__(self) -> int:
+        return NUM_SAMPLES
+
+    def __getitem__(self, key: Any) -> int:
+        return len(str(key))
+
+
+class Fixed(Sampler[Any]):
     """The same ids each time, in no order."""
 
-    def __init__(self, ids: list[int]) -> None:
+    def __init__(self, ids: Any) -> None:
         self.ids = ids
 
-    def __iter__(self) -> Iterator[int]:
+    def __iter__(self) -> Iterator[Any]:
         return iter(self.ids)
 
     def __len__(self) -> int:
@@ -230,6 +240,61 @@ def drawn_by_each() -> DataLoader[Any]:
     return DataLoader(numbers(), batch_size=2, sampler=Drawn())
 
 
+LETTERS = [chr(ord("a") + at) for at in range(NUM_SAMPLES)]
+PAIRS = [(at, 7 * at % 5) for at in range(NUM_SAMPLES)]
+
+
+def keyed(keys: Any = LETTERS) -> DataLoader[Any]:
+    return DataLoader(ByKey(), batch_size=2, sampler=Fixed(keys))
+
+
+def keyed_by_pairs() -> DataLoader[Any]:
+    return keyed(PAIRS)
+
+
+def keyed_by_arrays() -> DataLoader[Any]:
+    return keyed([np.arange(2000) == at for at in range(900, 900 + NUM_SAMPLES)])
+
+
+def keyed_with_repeats() -> DataLoader[Any]:
+    return keyed([*LETTERS, "c", "d"])
+
+
+def numpy_ids() -> DataLoader[Any]:
+    return DataLoader(numbers(), batch_size=2, sampler=Fixed(np.arange(NUM_SAMPLES)))
+
+
+def tensor_ids() -> DataLoader[Any]:
+    return DataLoader(numbers(), batch_size=2, sampler=Fixed(torch.arange(NUM_SAMPLES)))
+
+
+def array_batches() -> DataLoader[Any]:
+    batches: Any = Fixed(np.arange(NUM_SAMPLES).reshape(-1, 2))
+    return DataLoader(numbers(), batch_sampler=batches)
+
+
+def numpy_gaps() -> DataLoader[Any]:
+    return DataLoader(numbers(), batch_size=2, sampler=Fixed(np.arange(0, NUM_SAMPLES, 2)))
+
+
+def filled_up_in_order(rank: int, world_size: int) -> DataLoader[Any]:
+    data = numbers(61)
+    sampler: Sampler[int] = DistributedSampler(data, world_size, rank, shuffle=False)
+    return DataLoader(data, batch_size=4, sampler=sampler)
+
+
+def filled_up_blocks(rank: int, world_size: int) -> DataLoader[Any]:
+    """Each rank has a block; the last goes back to the start of its own."""
+    block = -(-61 // world_size)
+    ids = list(range(rank * block, min(61, (rank + 1) * block)))
+    ids += ids[: block - len(ids)]
+    return DataLoader(numbers(61), batch_size=4, sampler=Fixed(ids))
+
+
+def twice_in_order() -> DataLoader[Any]:
+    return DataLoader(numbers(), batch_size=2, sampler=Fixed([*range(NUM_SAMPLES)] * 2))
+
+
 def same_each_epoch() -> DataLoader[Any]:
     order = torch.randperm(NUM_SAMPLES, generator=torch.Generator().manual_seed(1)).tolist()
     return DataLoader(numbers(), batch_size=2, sampler=Fixed(order))
@@ -286,6 +351,45 @@ def noisy_stream_in_workers(rank: int, world_size: int) -> DataLoader[Any]:
 def cut_stream(rank: int, world_size: int) -> DataLoader[Any]:
     """A part of its own, which `prepare_data_loader` cannot see is one."""
     return DataLoader(Stream(NUM_SAMPLES, rank, world_size), batch_size=2)
+
+
+class Leaving(Broken):
+    """Wants to end the process."""
+
+    def __init__(self, error: type[BaseException]) -> None:
+        self.error = error
+
+    def __getitem__(self, index: int) -> Any:
+        raise self.error(3)
+
+
+class OfNobody(BaseException):
+    """No Exception."""
+
+
+def exiting_sample() -> DataLoader[Any]:
+    return DataLoader(Leaving(SystemExit), batch_size=2)
+
+
+def odd_error() -> DataLoader[Any]:
+    return DataLoader(Leaving(OfNobody), batch_size=2)
+
+
+def broken_in_worker() -> DataLoader[Any]:
+    return DataLoader(Broken(), batch_size=2, num_workers=1)
+
+
+class BrokenAlone(Stream):
+    """Ends the process where it is not divided."""
+
+    def __iter__(self) -> Iterator[int]:
+        if len(self.items) == NUM_SAMPLES:
+            raise SystemExit(4)
+        yield from self.items
+
+
+def broken_alone(rank: int, world_size: int) -> DataLoader[Any]:
+    return DataLoader(BrokenAlone(NUM_SAMPLES, rank, world_size), batch_size=2)
 
 
 def broken() -> DataLoader[Any]:
@@ -444,6 +548,36 @@ def warning() -> DataLoader[Any]:
 
 
 # -- nothing to be checked --
+
+
+def empty() -> DataLoader[Any]:
+    return DataLoader([], batch_size=2)  # type: ignore[arg-type]
+
+
+async def asynchronous() -> DataLoader[Any]:
+    return shuffled()
+
+
+def needy(path: str, size: int) -> DataLoader[Any]:
+    raise AssertionError(path, size)
+
+
+def odd_start() -> DataLoader[Any]:
+    raise OfNobody("never mind")
+
+
+class Several(Module):
+    """Has more than one loader for each stage but one."""
+
+    def val_dataloader(self) -> Any:
+        return [shuffled(), sequential()]
+
+    def test_dataloader(self) -> Any:
+        return {"one": shuffled()}
+
+    async def predict_dataloader(self) -> Any:
+        return shuffled()
+
 
 A_NUMBER = 7
 

@@ -8,6 +8,7 @@ import re
 import shlex
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch.utils.data import DataLoader
 
 import shardplug.cli.app as app_module
 from shardplug import prepare_data_loader
-from shardplug.cli import main
+from shardplug.cli import exit_with_status, main
 from shardplug.cli.checking import Plea
 from shardplug.cli.refusal import one_line
 from shardplug.cli.targets import find_factory
@@ -186,6 +187,37 @@ BAD = [
     (f"{LOADERS}:shuffled --split-batches --world-size 3", "must be a multiple of the 3 shards"),
     (f"{LOADERS}:stream --dispatch --already-sharded", "`already_sharded` must be False or None"),
     (f"{LOADERS}:shuffled --loader all", "'all' is not one of 'train', 'val'"),
+    (".loaders:shuffled", "TARGET must be MODULE:FACTORY or path/to/file.py:FACTORY, got '.loa"),
+    (f"{LOADERS}:needy", "arguments: 'path' and 'size'. Let it run alone first."),
+    (f"{LOADERS}:odd_start", "odd_start() failed on rank 0: OfNobody: never mind. Let it run"),
+    (
+        f"{LOADERS}:asynchronous",
+        "asynchronous() must return one torch.utils.data.DataLoader or a LightningDataModule, got "
+        "coroutine. Write a function without async",
+    ),
+    (
+        f"{LOADERS}:Several --loader val",
+        "Several().val_dataloader() must return one torch.utils.data.DataLoader or a "
+        "LightningDataModule, got list. Write a function that returns one of them, and check each",
+    ),
+    (f"{LOADERS}:Several --loader test", "Several().test_dataloader() must return one"),
+    (f"{LOADERS}:Several --loader predict", "got coroutine. Write a function without async"),
+    (
+        f"{LOADERS}:broken_alone --as-is --allow twice",
+        "Reading the stream in a single process failed: SystemExit: 4. Let it run alone first.",
+    ),
+    (
+        f"{LOADERS}:shuffled --max-batches 99999999999999999999999",
+        "`--max-batches` must be at most 9223372036854775807, got 99999999999999999999999.",
+    ),
+    (
+        f"{LOADERS}:shuffled --epochs 99999999999999999999999",
+        "`--epochs` must be at most 9223372036854775807, got 99999999999999999999999.",
+    ),
+    (
+        f"{LOADERS}:shuffled --world-size 999999999999",
+        "`--world-size` must be at most 4096, got 999999999999. Each rank is a thread",
+    ),
 ]
 
 
@@ -236,6 +268,12 @@ def test_a_file_called_like_a_module_is_refused(
 def test_an_error_is_put_on_one_line() -> None:
     assert one_line(ValueError("a\n  b")) == "ValueError: a b"
     assert one_line(ValueError()) == "ValueError"
+    raised = (
+        'A:\n\nTraceback (most recent call last):\n  File "a", line 1, in f\n    g()\n    ^^^\n'
+    )
+    other = '\nDuring handling:\n\nTraceback (most recent call last):\n  File "b", line 2, in h\n'
+    for text in (raised, raised + "KeyError: 1\n" + other * 30):
+        assert one_line(OSError(text + "ValueError: b\n  c\n")) == "OSError: A: ValueError: b c"
     assert one_line(ValueError("x" * 1000)) == "ValueError: " + "x" * 497 + "..."
 
 
@@ -248,6 +286,58 @@ def test_ctrl_c_ends_it_with_one_line(
     monkeypatch.setattr(app_module, "check", interrupted)
     assert main(["check", f"{LOADERS}:shuffled", "--world-size", "2"]) == 130
     assert capsys.readouterr().err.split() == ["shardplug:", "stopped", "by", "Ctrl-C."]
+
+
+@pytest.mark.parametrize("error", [RuntimeError("can't start new thread"), MemoryError()])
+def test_more_ranks_than_there_are_threads_for_are_refused(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    start = threading.Thread.start
+    started: list[str] = []
+
+    def start_few(thread: threading.Thread) -> None:
+        if thread.name.startswith("shardplug-rank"):
+            started.append(thread.name)
+            if len(started) > 2:
+                raise error
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_few)
+    text = refused(capsys, "check", f"{LOADERS}:shuffled", "--world-size", "4")
+    assert "have a thread of this process, got 4: " in text
+    assert text.endswith(". Try fewer ranks.\n")
+    assert len(started) == 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "line",
+    [
+        "plan -n 9 -b 2 -w 2",
+        "plan -n 99999 -b 2 -w 99 --json",
+        "check --help",
+        "check shardplug.cli.samples:shuffled -w 2",
+    ],
+)
+def test_output_that_cannot_be_written_gives_one_line(line: str) -> None:
+    full = os.open("/dev/full", os.O_WRONLY)
+    try:
+        done = run_program(line, stdout=full)
+    finally:
+        os.close(full)
+    text = "shardplug: The output cannot be written: "
+    assert (done.returncode, done.stderr.count(b"\n")) == (2, 1), done.stderr
+    assert done.stderr.decode().startswith(text)
+    assert b"No space left on device." in done.stderr
+
+
+def test_output_that_is_closed_does_no_harm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", None)
+    monkeypatch.setattr(sys, "argv", ["shardplug", "plan", "-n", "9", "-b", "2", "-w", "2"])
+    with pytest.raises(SystemExit) as ended:
+        exit_with_status()
+    assert ended.value.code == 0
+    sys.stdout.close()
 
 
 # -- targets --
@@ -317,6 +407,17 @@ def test_an_endless_loader_is_left_after_so_many_batches(
         assert main(line.split()) == 0
         out = " ".join(capsys.readouterr().out.split())
         assert "epoch 1 3 steps per rank, 12 real rows, left early, by --max-batches" in out
+
+
+@pytest.mark.parametrize(("count", "words"), [(1, "on 1 rank\n"), (2, "on 2 ranks\n")])
+def test_a_loader_without_batches_is_not_called_sound(
+    capsys: pytest.CaptureFixture[str], count: int, words: str
+) -> None:
+    assert main(f"check {LOADERS}:empty --world-size {count}".split()) == 0
+    out = capsys.readouterr().out
+    assert f"{LOADERS}:empty {words}" in out
+    assert "nothing to check: no rank has read a batch" in out
+    assert "ok" not in out.split()
 
 
 def test_what_is_warned_of_is_shown(capsys: pytest.CaptureFixture[str]) -> None:

@@ -420,3 +420,36 @@ def test_bad_input_gives_one_line_and_status_2(
     assert err.startswith("shardplug: ")
     assert err.count("\n") == 1
     assert words in err
+
+
+HUGE = 10**21
+
+
+@pytest.mark.parametrize("num_samples", [10, HUGE, 2**63])
+@pytest.mark.parametrize("tail", ["pad", "drop", "uneven"])
+@pytest.mark.parametrize("rest", ["", "--json", "--split-batches", "--resume-at 0"])
+def test_no_number_is_too_large(
+    capsys: pytest.CaptureFixture[str], num_samples: int, tail: str, rest: str
+) -> None:
+    line = f"plan -n {num_samples} -b {2 * HUGE} -w 2 --tail {tail} {rest}"
+    status, out, err = run(capsys, line)
+    assert (status, err) == (0, "")
+    assert str(2 * HUGE if "split" in rest else 4 * HUGE) in "".join(out.split())
+
+
+@pytest.mark.parametrize("order", ["--shuffle 1", f"--shuffle {HUGE} --epoch {HUGE}"])
+@pytest.mark.parametrize(("num_samples", "expected"), [(10, 0), (HUGE, 2)])
+def test_a_shuffle_in_huge_batches_is_drawn_or_refused_in_one_line(
+    capsys: pytest.CaptureFixture[str], order: str, num_samples: int, expected: int
+) -> None:
+    status, _, err = run(capsys, f"plan -n {num_samples} -b {HUGE} -w 2 {order}")
+    assert (status, err.count("\n")) == (expected, expected // 2)
+
+
+def test_a_huge_batch_is_drawn_by_its_ends(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, _ = run(capsys, f"plan -n {3 * HUGE} -b {HUGE} -w 2 --tail uneven --json")
+    assert status == 0
+    second = json.loads(out)["legs"][0]["grid"][1]
+    assert (second["rank"], second["rows"]) == (1, HUGE)
+    assert second["ids"][:2] == [HUGE, HUGE + 1]
+    assert second["ids"][-1] == 2 * HUGE - 1
