@@ -42,7 +42,7 @@ def run_processes(
     world_size: int,
     body: Callable[..., T],
     *args: Any,
-    timeout_s: float = 30.0,
+    timeout_s: float = 60.0,
     has_group: bool = True,
 ) -> list[T]:
     """Run ``body(comm, *args)`` on many ranks at once, a process each; return the results by rank.

@@ -240,4 +240,4 @@ def test_every_program_is_tested_and_listed() -> None:
     ]
     for name in programs:
         assert f'run("{name}", tmp_path' in tests, name
-    assert sorted(re.findall(r"\]\((.*)\) \|", listed)) == sorted(programs)
+    assert sorted(re.findall(r"\]\((.*\.py)\) \|", listed)) == sorted(programs)

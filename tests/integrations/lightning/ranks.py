@@ -41,7 +41,7 @@ def run_ranks(world_size: int, body: Callable[..., T], *args: Any) -> list[T]:
     return launch.run_processes(world_size, _under_torchrun, body, args)
 
 
-def run_alone(body: Callable[..., T], *args: Any, timeout_s: float = 30.0) -> T:
+def run_alone(body: Callable[..., T], *args: Any, timeout_s: float = 60.0) -> T:
     """Run ``body(comm, *args)`` in one process that no launcher has started."""
     results: list[T] = launch.run_processes(
         1, _in_a_new_process, body, args, has_group=False, timeout_s=timeout_s

@@ -61,6 +61,8 @@ class Signals(Callback):
 
 
 def fit(comm: Comm, notes: Path, *, checkpoint: Path | None = None, **options: Any) -> list[float]:
+    # Coverage has a handler, which ends the process; Lightning leaves one that is there in place.
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     model = Validates(notes.with_name(f"{notes.name}-{comm.rank}"))
     trainer = make_trainer(
         ShardStrategy(data_seed=5, tail="exact"),
