@@ -17,7 +17,16 @@ from torch.utils.data import (
 )
 
 from shardplug.cli.refusal import one_line
-from shardplug.cli.tracing import CONTENT, DRAWS, ID, WORKER, is_key, kept_generators, number_of
+from shardplug.cli.tracing import (
+    CONTENT,
+    DRAWS,
+    ID,
+    SEEDS,
+    WORKER,
+    is_key,
+    kept_generators,
+    number_of,
+)
 from shardplug.cli.trial import Conditions, Trial
 from shardplug.errors import CommError, ShardplugError
 from shardplug.samplers import known_length, nested_samplers
@@ -31,7 +40,7 @@ KINDS = {
     "equal-epochs": "two epochs have the same shuffled order",
     "wrong-length": "len(loader) is not the number of batches",
     "uneven-steps": "ranks take different numbers of steps",
-    "same-augmentation": "ranks draw the same random numbers",
+    "same-augmentation": "ranks or samples draw the same random numbers",
     "worker-repeats": "workers of a rank make the same samples or draw the same random numbers",
     "equal-augmentation": "epochs draw the same random numbers",
     "raises": "the loader raises an error",
@@ -399,6 +408,15 @@ class _Judge:
         }
         if self.trial.is_dispatched:  # rank 0 makes the samples of all
             rows[:, _RANK] = 0
+        if _is_seeded_alike(rows):
+            yield Finding(
+                "same-augmentation",
+                "a generator is seeded alike for every sample: all of them draw the same random "
+                "numbers.",
+                "Leave the seed out, or mix the sample's index and the epoch into it; "
+                "seed_samples=True does that. --allow same-augmentation if it is meant so.",
+            )
+            return
         for kind, (fixed, varying) in questions.items():
             count = self._count_shared(rows, fixed, varying)
             if count:
@@ -434,6 +452,20 @@ def _is_shuffled(orders: list[Tensor]) -> bool:
     is_new = (places == first[which]).split([len(each) for each in orders])
     fresh = [each[new] for each, new in zip(orders, is_new, strict=True)]
     return any(bool((each[1:] < each[:-1]).any()) for each in fresh)
+
+
+def _is_seeded_alike(rows: Tensor) -> bool:
+    """Tell whether each maker of samples gives a generator the same seed for all of an epoch."""
+    for column in range(SEEDS.start, SEEDS.stop):
+        seeded = rows[rows[:, 2 + column] != 0]
+        maker = _groups(seeded[:, [_RANK, _EPOCH, *_shift(WORKER)]])
+        has_several = _varies(maker, seeded[:, _shift(ID)[0]])
+        is_mixed = _varies(maker, seeded[:, 2 + column])
+        told = seeded[has_several[maker]] if len(seeded) else seeded
+        num_told = len(torch.unique(told[:, _shift(ID)[0]]))
+        if num_told >= _FEW_IDS and not is_mixed.any():
+            return True
+    return False
 
 
 def _shared_draws(kind: str, count: int) -> Finding:

@@ -40,10 +40,15 @@ ID, CONTENT, WORKER = 0, 1, 2
 DRAWS = slice(3, 8)
 """Columns of the states that python, numpy, torch, generators of the data set's own, and the
 collate function drew from; 0 where nothing was drawn."""
-NUM_COLUMNS, NUM_GLOBAL = 8, 3
+SEEDS = slice(8, 12)
+"""Columns of the seeds that python, numpy, torch and the collate function were given for a sample
+by the user's code; 0 where it gave none, or where that was not looked into."""
+NUM_COLUMNS, NUM_GLOBAL = 12, 3
 _MT19937_BYTES = 624 * 4 + 4
 """Its words, and the place in them."""
 _SEARCH_DEPTH, _SEARCH_WIDTH, _SEARCHES = 3, 64, 3
+_LOOKS = 16
+"""Samples of each copy of a data set that are made again, where it seeds generators itself."""
 
 
 GENERATORS = ("python", "torch", *(["numpy"] if np is not None else []))
@@ -127,7 +132,7 @@ def trace_dataset(dataset: Any) -> Any:
     if base is _TracedStream:
         methods.pop("__getitems__", None)
     made: Any = type(base.__name__, (base,), methods)()
-    made.__dict__.update(traced=dataset, _searches=0, _found=(), _seeds={})
+    made.__dict__.update(traced=dataset, _searches=0, _found=(), _seeding=Seeding())
     return made
 
 
@@ -145,7 +150,7 @@ class _Traced(Dataset[Any]):
 
     _searches: int
     _found: tuple[Any, ...]
-    _seeds: dict[int, bool]
+    _seeding: Seeding
 
     def own_generators(self) -> Sequence[Any]:
         """List the generators that the data set keeps; one may be made with the first samples."""
@@ -153,17 +158,6 @@ class _Traced(Dataset[Any]):
             found = tuple(_generators(self.traced, _SEARCH_DEPTH))
             self.__dict__.update(_searches=self._searches + 1, _found=found)
         return self._found
-
-    def without_seeded(self, drawn: list[int], make: Callable[[], Any]) -> list[int]:
-        """Leave out generators that the data set seeds itself before it draws.
-
-        Found out once for each, by making a sample again from two other states: where both lead to
-        the same state, what is drawn depends on neither.
-        """
-        for place in range(NUM_GLOBAL):
-            if drawn[place] and place not in self._seeds:
-                self._seeds[place] = _leads_to(make, 1)[place] == _leads_to(make, 2)[place]
-        return [0 if self._seeds.get(place) else state for place, state in enumerate(drawn)]
 
     def __getattr__(self, name: str) -> Any:
         if name == "traced" or name.startswith("__"):
@@ -181,8 +175,8 @@ class _TracedMap(_Traced):
     def __getitem__(self, index: Any) -> Tagged:
         probe = Probe(self.own_generators())
         value = self.traced[index]
-        drawn = self.without_seeded(probe.drawn(), lambda: self.traced[index])
-        return Tagged(value, (number_of(index), 0, worker_number(), *drawn, 0))
+        drawn, seeds = self._seeding.told_apart(probe, lambda: self.traced[index])
+        return Tagged(value, (number_of(index), 0, worker_number(), *drawn, 0, *seeds, 0))
 
 
 class _TracedStream(_Traced, IterableDataset[Any]):
@@ -196,12 +190,12 @@ class _TracedStream(_Traced, IterableDataset[Any]):
                 rng.seed_cpu(mix_seed(number))
                 inner = Probe(())
                 value = next(items, _END)
-                moved = inner.drawn()
+                moved, seeds = inner.drawn(), _seeds_where(inner.moved())
             if value is _END:
                 return
             drawn = probe.drawn_where(moved)
             _move_on(drawn)
-            yield Tagged(value, (number, digest(value), worker_number(), *drawn, 0))
+            yield Tagged(value, (number, digest(value), worker_number(), *drawn, 0, *seeds, 0))
 
 
 _END = object()
@@ -220,9 +214,10 @@ def _move_on(drawn: Sequence[int]) -> None:
 def _getitems(self: _TracedMap, indices: list[Any]) -> list[Tagged]:
     probe = Probe(self.own_generators())
     values = self.traced.__getitems__(indices)
-    drawn = self.without_seeded(probe.drawn(), lambda: self.traced.__getitems__(indices))
+    seeding = self._seeding
+    drawn, seeds = seeding.told_apart(probe, lambda: self.traced.__getitems__(indices))
     return [
-        Tagged(value, (number_of(index), 0, worker_number(), *drawn, 0))
+        Tagged(value, (number_of(index), 0, worker_number(), *drawn, 0, *seeds, 0))
         for index, value in zip(indices, values, strict=True)
     ]
 
@@ -253,17 +248,23 @@ class _TracingCollate:
     def __init__(self, collate: Callable[[Any], Any], is_ready: bool) -> None:
         self.collate = collate
         self.is_ready = is_ready
+        self._seeding = Seeding()
 
     def __call__(self, samples: Any) -> TracedBatch:
         probe = Probe(())
         if self.is_ready:
-            batch = self.collate(samples.value)
+            values = samples.value
+            batch = self.collate(values)
             rows = [samples.tag] * _rows_of(batch)
         else:
-            batch = self.collate([sample.value for sample in samples])
+            values = [sample.value for sample in samples]
+            batch = self.collate(values)
             rows = [sample.tag for sample in samples]
         tags = torch.tensor(rows, dtype=torch.int64).reshape(-1, NUM_COLUMNS)
-        tags[:, NUM_COLUMNS - 1] = rng.signed_seed(_combined(probe.drawn()))
+        # Of copies, as what collates may change what it is given.
+        drawn, seeds = self._seeding.told_apart(probe, lambda: self.collate(copy.deepcopy(values)))
+        tags[:, DRAWS.stop - 1] = rng.signed_seed(_combined(drawn))
+        tags[:, SEEDS.stop - 1] = rng.signed_seed(_combined(seeds))
         return TracedBatch(tags, batch)
 
 
@@ -298,7 +299,7 @@ class Probe:
         A torch generator that was seeded in between counts as not drawn from: what comes of it does
         not depend on its state.
         """
-        moved = self._moved()
+        moved = self.moved()
         if torch.initial_seed() != self._seed:
             moved[2] = 0
         return [
@@ -311,10 +312,11 @@ class Probe:
         states = [
             _hashed(before) if at else 0 for before, at in zip(self._before, moved, strict=False)
         ]
-        own = _combined(self._moved()[NUM_GLOBAL:])
+        own = _combined(self.moved()[NUM_GLOBAL:])
         return [*map(rng.signed_seed, states[:NUM_GLOBAL]), rng.signed_seed(own)]
 
-    def _moved(self) -> list[int]:
+    def moved(self) -> list[int]:
+        """Tell of each generator whether its state has changed: the one before, hashed, else 0."""
         after = self.states()
         return [
             0 if before == now else _hashed(before)
@@ -322,12 +324,71 @@ class Probe:
         ]
 
 
-def _leads_to(make: Callable[[], Any], seed: int) -> list[Any]:
-    """Read the states of the global generators after something was made from seeded ones."""
-    with kept_generators():
-        rng.seed_cpu(seed)
-        make()
-        return Probe(()).states()
+class Seeding:
+    """Finds out which global generators the user's code seeds itself, and with what.
+
+    A sample is made again from two other states: where both lead to the same state, it depends on
+    neither.
+    """
+
+    def __init__(self) -> None:
+        self._is_seeded: dict[int, bool] = {}
+        self._looks = _LOOKS
+
+    def told_apart(
+        self, probe: Probe, make: Callable[[], Any]
+    ) -> tuple[list[int], tuple[int, ...]]:
+        """Tell what was drawn from generators that are not seeded, and the seeds of the others.
+
+        Args:
+            probe: Watched while the sample was made.
+            make: Makes it again.
+        """
+        moved = probe.moved()[:NUM_GLOBAL]
+        drawn = probe.drawn()
+        seeds = (0,) * NUM_GLOBAL
+        is_new = any(at and place not in self._is_seeded for place, at in enumerate(moved))
+        if is_new or (self._looks and any(self._is_seeded.values())):
+            self._looks = max(0, self._looks - 1)
+            seeds = _seeds_of(make)
+            for place in range(NUM_GLOBAL):
+                if moved[place]:
+                    self._is_seeded.setdefault(place, bool(seeds[place]))
+        drawn = [0 if self._is_seeded.get(place) else at for place, at in enumerate(drawn)]
+        return drawn, seeds
+
+
+def _seeds_of(make: Callable[[], Any]) -> tuple[int, ...]:
+    """Tell which seeds something gives the global generators, as numbers that stand for them."""
+    ends = []
+    for seed in (1, 2):
+        with kept_generators():
+            rng.seed_cpu(seed)
+            probe = Probe(())
+            try:
+                make()
+            except Exception:  # noqa: BLE001  # the second time the user's code may raise anything
+                return (0,) * NUM_GLOBAL
+            ends.append((probe.states(), _seeds_where(probe.moved())))
+    (one, seeds), (other, _) = ends
+    return tuple(seed if one[place] == other[place] else 0 for place, seed in enumerate(seeds))
+
+
+def _seeds_where(moved: Sequence[int]) -> tuple[int, ...]:
+    """Read what the generators that moved were seeded with, however much was drawn since.
+
+    Up to 624 numbers of python's and numpy's leave the words of their state as they are.
+    """
+    numpy = 0
+    if moved[1]:
+        state = _state_of(np.random.mtrand._rand)  # noqa: SLF001  # theirs
+        numpy = _hashed(state[:-4] if isinstance(state, bytes) else state)
+    seeds = (
+        _hashed(random.getstate()[1][:-1]) if moved[0] else 0,
+        numpy,
+        _hashed(torch.initial_seed()) if moved[2] else 0,
+    )
+    return tuple(map(rng.signed_seed, seeds))
 
 
 def _combined(states: Sequence[int]) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import warnings
 from collections.abc import Iterator
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -62,6 +63,32 @@ class Seeding(Noisy):
         seed: Any = {"torch": torch.manual_seed, "numpy": np.random.seed, "python": random.seed}
         seed[self.source](index)
         return super().__getitem__(index)
+
+
+class SeedingAlike(Noisy):
+    """Seeds a global generator by the same number for each sample, and draws one to three times."""
+
+    def __init__(self, source: str) -> None:
+        super().__init__(source)
+
+    def __getitem__(self, index: int) -> Any:
+        seed: Any = {"torch": torch.manual_seed, "numpy": np.random.seed, "python": random.seed}
+        seed[self.source](5)
+        if self.source == "torch":
+            return index + torch.rand(1 + index % 3).sum()
+        return sum(super(SeedingAlike, self).__getitem__(index) for _ in range(1 + index % 3))
+
+
+class SeedingStream(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        for item in range(NUM_SAMPLES):
+            random.seed(5)
+            yield item + random.random()
+
+
+def collate_seeding(samples: list[Any], by_sample: bool = False) -> Any:
+    random.seed(int(samples[0]) if by_sample else 3)
+    return torch.tensor([float(sample) + random.random() for sample in samples])
 
 
 class NoisyByItself(Dataset[Any]):
@@ -323,6 +350,31 @@ def odd_number() -> DataLoader[Any]:
 def seeded_alike() -> DataLoader[Any]:
     torch.manual_seed(0)
     return DataLoader(Noisy(), batch_size=2)
+
+
+def constant_torch() -> DataLoader[Any]:
+    return DataLoader(SeedingAlike("torch"), batch_size=2, shuffle=True)
+
+
+def constant_numpy() -> DataLoader[Any]:
+    return DataLoader(SeedingAlike("numpy"), batch_size=2, num_workers=1)
+
+
+def constant_python() -> DataLoader[Any]:
+    return DataLoader(SeedingAlike("python"), batch_size=2)
+
+
+def constant_collate() -> DataLoader[Any]:
+    return DataLoader(numbers(), batch_size=2, collate_fn=collate_seeding)
+
+
+def constant_stream() -> DataLoader[Any]:
+    return DataLoader(SeedingStream(), batch_size=2)
+
+
+def collate_by_sample() -> DataLoader[Any]:
+    collate = partial(collate_seeding, by_sample=True)
+    return DataLoader(numbers(), batch_size=2, collate_fn=collate)
 
 
 def own_generator(num_workers: int = 0) -> DataLoader[Any]:
