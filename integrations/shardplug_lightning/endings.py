@@ -154,6 +154,24 @@ def _count_all(progress: Mapping[str, Any], before: int) -> None:
         progress["total"][name] = before + progress["current"][name]
 
 
+def take_back_end(loops: Mapping[str, Any]) -> None:
+    """Count an epoch as under way that has been ended before its last batch.
+
+    So Lightning does where ``max_steps`` or ``trainer.should_stop`` end training in it. All that
+    follows a batch has been done then, as where the next one has failed.
+
+    Args:
+        loops: The counts of the loops of ``fit``, of the checkpoint that is being saved.
+    """
+    current, total = loops["epoch_progress"]["current"], loops["epoch_progress"]["total"]
+    done = current["processed"] - 1
+    for name in ("processed", "completed"):
+        total[name] -= current[name] - done
+        current[name] = done
+    batches = loops["epoch_loop.batch_progress"]
+    rewind(batches, batches["current"]["processed"])
+
+
 def step_plateaus(trainer: Trainer, interval: str, count: int) -> None:
     """Let the schedules that follow a metric follow it, as Lightning does at the end of something.
 

@@ -304,6 +304,11 @@ class ShardStrategyMixin(Strategy):
         super().on_train_start()
         self._book.go_on(self._trainer)
 
+    def on_train_end(self) -> None:
+        """Keep what a checkpoint that is saved after training has to hold."""
+        super().on_train_end()
+        self._book.close()
+
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Note where the loaders stand.
 

@@ -28,6 +28,7 @@ from shardplug_lightning.endings import (
     known_metrics,
     owed_after,
     rewind,
+    take_back_end,
 )
 from shardplug_lightning.internals import (
     count_as_over,
@@ -334,6 +335,11 @@ class TrainingBook:
             for number, spot in zip(numbers, first, strict=True)
         ]
 
+    def close(self) -> None:
+        """Make the states that may be asked for after training, while the passes are there."""
+        for view in self._views:
+            view.keep(self.spots_of(view))
+
     def write(self, trainer: Trainer, checkpoint: dict[str, Any]) -> Place | None:
         """Put the place into a checkpoint that is about to be saved.
 
@@ -346,6 +352,9 @@ class TrainingBook:
         if loops is None or self._trainer is None or not self._all_views():
             return None  # only weights are saved, or nothing has been trained on
         loops["state_dict"].pop("combined_loader", None)  # rank 0's, which Lightning gives to all
+        if self._was_cut_short(trainer, loops):
+            take_back_end(loops)
+            checkpoint["epoch"] = self._epoch
         place = self._place_at(trainer, loops)
         metrics = known_metrics(trainer, loops, is_over=place.batches == 0)
         checkpoint[KEY] = {**place.as_dict(), "metrics": metrics}
@@ -355,6 +364,14 @@ class TrainingBook:
     def differs_by_rank(self) -> bool:
         """Whether ranks have something of their own of the states of the training loaders."""
         return self._trainer is not None and any(each.differs_by_rank for each in self._all_views())
+
+    def _was_cut_short(self, trainer: Trainer, loops: Mapping[str, Any]) -> bool:
+        """Tell whether training was stopped inside an epoch, which Lightning counts as done."""
+        if self._epoch is None or not self._marks:
+            return False
+        is_counted = loops["epoch_progress"]["current"]["processed"] == self._epoch + 1
+        progress = loops["epoch_loop.batch_progress"]
+        return is_counted and not _is_over(progress, trainer.num_training_batches)
 
     def _place_at(self, trainer: Trainer, loops: Mapping[str, Any]) -> Place:
         epoch = loops["epoch_progress"]["current"]["processed"]

@@ -229,7 +229,11 @@ class LoaderView(_Prepared):
     def _settle(self, book: Book) -> None:
         """Make the states of this pass that may be asked for later, while it is still there."""
         self._view_track.last = self.state_dict()
-        for spot in book.spots_of(self):
+        self.keep(book.spots_of(self))
+
+    def keep(self, spots: Iterable[Spot]) -> None:
+        """Make the states at places in the latest pass, while that is still there."""
+        for spot in spots if self.has_pass else ():
             if spot.state is None and spot.pass_number == self._view_track.pass_number:
                 state = self.state_at(spot.step)
                 spot.own, spot.state = self.own_of(spot, state), state
