@@ -86,7 +86,7 @@ class SeedingStream(IterableDataset[Any]):
             yield item + random.random()
 
 
-def collate_seeding(samples: list[Any], by_sample: bool = False) -> Any:
+def _collate_seeding(samples: list[Any], by_sample: bool = False) -> Any:
     random.seed(int(samples[0]) if by_sample else 3)
     return torch.tensor([float(sample) + random.random() for sample in samples])
 
@@ -365,7 +365,7 @@ def constant_python() -> DataLoader[Any]:
 
 
 def constant_collate() -> DataLoader[Any]:
-    return DataLoader(numbers(), batch_size=2, collate_fn=collate_seeding)
+    return DataLoader(numbers(), batch_size=2, collate_fn=_collate_seeding)
 
 
 def constant_stream() -> DataLoader[Any]:
@@ -373,7 +373,7 @@ def constant_stream() -> DataLoader[Any]:
 
 
 def collate_by_sample() -> DataLoader[Any]:
-    collate = partial(collate_seeding, by_sample=True)
+    collate = partial(_collate_seeding, by_sample=True)
     return DataLoader(numbers(), batch_size=2, collate_fn=collate)
 
 
