@@ -72,7 +72,7 @@ FAULTS = [
         "keyed_with_repeats",
         "",
         "twice",
-        "; id '",
+        "2 of 24 samples came more than once in epoch 0: ids '",
     ),
     ("filled_up_in_order", "--as-is", "twice", "3 of 61 samples came more than once"),
     ("filled_up_blocks", "--as-is", "twice", "3 of 61 samples came more than once"),
