@@ -23,6 +23,7 @@ from shardplug_lightning.internals import (
     is_validation_due,
     leave_restart,
     logged_in_epoch,
+    starts_epoch,
 )
 
 _COUNTS = ("ready", "started", "processed", "completed")
@@ -66,7 +67,11 @@ class Owed:
             self._settle_batch(trainer, self.batches)
 
     def _settle_batch(self, trainer: Trainer, batches: int) -> None:
-        if is_validation_due(trainer):
+        if starts_epoch(trainer):
+            # On more ranks not one batch is done; Lightning would validate after none, too.
+            trainer.fit_loop.epoch_loop.restarting = False
+            count_logged_steps(trainer, 1)
+        elif is_validation_due(trainer):
             # Lightning goes back to it, and then to what follows. It counts the step once more.
             if not self.is_last:
                 count_logged_steps(trainer, -1)

@@ -130,13 +130,23 @@ def count_batches(trainer: Trainer, done: int) -> None:
     limit = trainer.num_training_batches  # which may be infinite
     if done < limit:
         _shift(progress, done - progress.current.processed)
-    elif progress.current.processed < limit:
-        # Nothing is left for this number of ranks.
-        _shift(progress, limit - progress.current.processed)
-        progress.current.ready = progress.current.started = limit
-        progress.current.completed = limit
-        progress.is_last_batch = True
-        loop.reset_restart_stage()
+        return
+    # Nothing is left for this number of ranks, though the loader may hold more than the limit.
+    for name in _COUNTS:
+        setattr(progress.current, name, limit)
+    progress.is_last_batch = True
+    loop.reset_restart_stage()
+    end_epoch(trainer)
+
+
+def starts_epoch(trainer: Trainer) -> bool:
+    """Tell whether no batch of the epoch is counted as done.
+
+    Raises:
+        PlanError: If this version of Lightning counts in another way.
+    """
+    _, progress = _batch_progress(trainer)
+    return bool(progress.current.processed == 0)
 
 
 def count_as_over(trainer: Trainer) -> None:
@@ -243,10 +253,11 @@ def counts_failed_step(trainer: Trainer) -> bool:
         PlanError: If this version of Lightning counts in another way.
     """
     loop: Any = trainer.fit_loop.epoch_loop
+    current = loop.batch_progress.current
     accumulates = getattr(loop, "_should_accumulate", None)
     if accumulates is None:
         raise _cannot_go_on("Trainer.fit_loop.epoch_loop._should_accumulate")
-    has_failed = not (loop.restarted_on_train_batch_end or loop.restarted_on_last)
+    has_failed = current.processed < current.ready
     return bool(loop.restarting and has_failed and not accumulates())
 
 

@@ -111,7 +111,7 @@ def test_the_rest_of_the_epoch_that_a_limit_of_steps_cut_short_is_read(
 
 
 def test_so_is_that_which_a_wish_for_the_end_cut_short(tmp_path: Path) -> None:
-    arguments = tmp_path, {}, [3, 6], "should_stop"
+    arguments: Any = tmp_path, {}, [3, 6], "should_stop"
     for (_, log), found in run_ranks(2, stop_and_go_on, *arguments):
         for batch, (file, _, after) in zip([3, 3, 6, 6], found, strict=True):
             assert (file, after) == (file, log[place_of(log, batch) :])

@@ -6,6 +6,7 @@ import re
 from functools import partial
 from itertools import chain
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning
@@ -22,6 +23,7 @@ from shardplug_lightning.internals import (
     count_batches,
     fetch_again,
     follows_shortest,
+    starts_epoch,
 )
 from shardplug_lightning.positions import KEY, Place, _longest_window
 from tests.integrations.lightning.ranks import Trainee, make_trainer, run_ranks, values
@@ -212,6 +214,7 @@ def test_batches_that_are_counted() -> None:
     trainer: Any = make_trainer(ShardStrategy(), 1)
     progress = trainer.fit_loop.epoch_loop.batch_progress
     trainer.fit_loop.max_batches = 10
+    trainer.fit_loop._data_fetcher = fetcher = SimpleNamespace(done=False, batches=["held"])
 
     def counts() -> list[int]:
         current = progress.current
@@ -227,3 +230,7 @@ def test_batches_that_are_counted() -> None:
     count_batches(trainer, 12)  # nothing is left for so many ranks
     assert counts() == [10, 10, 10, 10]
     assert progress.is_last_batch
+    assert fetcher == SimpleNamespace(done=True, batches=[])
+    assert not starts_epoch(trainer)
+    count_batches(trainer, 0)
+    assert starts_epoch(trainer)
