@@ -214,6 +214,8 @@ class ShardStrategyMixin(Strategy):
             assert trainer.state.stage is not None
             stage = trainer.state.stage.dataloader_prefix
             chosen = "split_batches, even_batches and tail" if is_training else "evaluation_tail"
+            if is_training and "uneven" in str(error):
+                chosen += ", and cannot be uneven"
             raise PlanError(
                 f"The {stage} loader cannot be sharded: {error} (In this stage "
                 f"{type(self).__name__} goes by {chosen}.)"

@@ -491,9 +491,11 @@ def _fetches_by_itself(module: LightningModule) -> bool:
 
 
 def _warn_of_no_place(done: int) -> None:
+    batches = "1 batch" if done == 1 else f"{done} batches"
     warnings.warn(
-        f"The checkpoint was saved after {done} batches of an epoch, without the positions of the "
-        "loaders: what is left of it is read from its start. Save checkpoints with this strategy.",
+        f"The checkpoint was saved after {batches} of an epoch, without the positions of the "
+        "loaders: the steps that are left of it read its data from the start. Save checkpoints "
+        "with this strategy.",
         ShardplugWarning,
         stacklevel=2,
     )

@@ -25,7 +25,7 @@ from shardplug_lightning.internals import (
     follows_shortest,
     starts_epoch,
 )
-from shardplug_lightning.positions import KEY, Place, _longest_window
+from shardplug_lightning.positions import KEY, Place, TrainingBook, _longest_window
 from tests.integrations.lightning.ranks import Trainee, make_trainer, run_ranks, values
 
 Seen = dict[str, list[list[int]]]
@@ -116,7 +116,8 @@ def test_checkpoints_without_places_load_all_the_same(tmp_path: Path) -> None:
     told, seen = mid
     assert told == (
         "The checkpoint was saved after 3 batches of an epoch, without the positions of the "
-        "loaders: what is left of it is read from its start. Save checkpoints with this strategy."
+        "loaders: the steps that are left of it read its data from the start. Save checkpoints "
+        "with this strategy."
     )
     assert seen == {"train 0": everything[:1], "train 1": everything}
     assert end == {"train 1": everything}
@@ -234,3 +235,24 @@ def test_batches_that_are_counted() -> None:
     assert not starts_epoch(trainer)
     count_batches(trainer, 0)
     assert starts_epoch(trainer)
+
+
+def test_one_batch_is_told_as_one() -> None:
+    loops: dict[str, Any] = {
+        "state_dict": {},
+        "epoch_progress": {"current": {"processed": 0}},
+        "epoch_loop.batch_progress": {"is_last_batch": False, "current": one(), "total": one()},
+        "epoch_loop.val_loop.batch_progress": {
+            "is_last_batch": True,
+            "current": one(),
+            "total": one(),
+        },
+    }
+    with pytest.warns(
+        ShardplugWarning, match="^The checkpoint was saved after 1 batch of an epoch"
+    ):
+        TrainingBook().read({"loops": {"fit_loop": loops}})
+
+
+def one() -> dict[str, int]:
+    return dict.fromkeys(("ready", "started", "processed", "completed"), 1)

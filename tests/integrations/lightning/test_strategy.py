@@ -399,6 +399,15 @@ def refuse(comm: Comm, stage: str, num_samples: int, options: dict[str, Any]) ->
         ),
         (
             "fit",
+            2,
+            {"tail": "exact"},
+            "The train loader cannot be sharded: `num_samples` must be 0 or at least the 3 shards "
+            'with tail=\'exact\', got 2. Use fewer ranks, tail="pad" or tail="uneven". (In this '
+            "stage ShardStrategy goes by split_batches, even_batches and tail, and cannot be "
+            "uneven.)",
+        ),
+        (
+            "fit",
             0,
             {"split_batches": True},
             "The train loader cannot be sharded: `batch_size` must be set for batches to be split, "
