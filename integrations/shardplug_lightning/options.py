@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields
 from itertools import chain
 from typing import Any
 
-from shardplug import PlanError, Tail
+from shardplug import PlanError, Tail, check_options
 
 TRAINING_TAILS = (Tail.PAD, Tail.DROP, Tail.EXACT)
 
@@ -48,21 +48,12 @@ class ShardOptions:
 
     def __post_init__(self) -> None:
         """Check each value."""
-        _check_bool("split_batches", self.split_batches)
-        _check_bool("even_batches", self.even_batches)
-        _check_bool("use_seedable_sampler", self.use_seedable_sampler, or_none=True)
         _check_tail("tail", self.tail, TRAINING_TAILS, or_none=True)
         _check_tail("evaluation_tail", self.evaluation_tail, Tail)
         _check_seed(self.data_seed, self.use_seedable_sampler)
-        _check_names("rng_types", self.rng_types)
-        _check_bool("dispatch_batches", self.dispatch_batches, or_none=True)
-        _check_callable("slice_fn_for_dispatch", self.slice_fn_for_dispatch)
-        _check_bool("use_stateful_dataloader", self.use_stateful_dataloader)
-        _check_bool("already_sharded", self.already_sharded, or_none=True)
-        _check_choice("sync_order", self.sync_order, ("agree", "broadcast"))
-        _check_choice("worker_split", self.worker_split, ("auto", "shardplug", "dataset"))
-        _check_count("batches_per_message", self.batches_per_message)
-        _check_bool("seed_samples", self.seed_samples)
+        # These mean something else here than in the core, or are not there.
+        own = {"tail", "evaluation_tail", "use_seedable_sampler"}
+        check_options(**{name: getattr(self, name) for name in self.names() if name not in own})
 
     @classmethod
     def names(cls) -> tuple[str, ...]:
@@ -103,13 +94,6 @@ def check_keywords(
     )
 
 
-def _check_bool(name: str, value: Any, *, or_none: bool = False) -> None:
-    if not isinstance(value, bool) and not (or_none and value is None):
-        raise PlanError(
-            f"`{name}` must be True{', False or None' if or_none else ' or False'}, got {value!r}."
-        )
-
-
 def _check_tail(name: str, value: Any, known: Iterable[Tail], *, or_none: bool = False) -> None:
     known = tuple(known)
     if value in [mode.value for mode in known] or (or_none and value is None):
@@ -125,38 +109,13 @@ def _check_tail(name: str, value: Any, known: Iterable[Tail], *, or_none: bool =
     )
 
 
-def _check_seed(seed: Any, use_seedable_sampler: bool | None) -> None:
-    if seed is None:
-        return
-    if not isinstance(seed, int) or isinstance(seed, bool):
-        raise PlanError(f"`data_seed` must be an integer or None, got {seed!r}.")
-    if use_seedable_sampler is False:
+def _check_seed(seed: Any, use_seedable_sampler: Any) -> None:
+    if use_seedable_sampler is not None and not isinstance(use_seedable_sampler, bool):
+        raise PlanError(
+            f"`use_seedable_sampler` must be True, False or None, got {use_seedable_sampler!r}."
+        )
+    if seed is not None and use_seedable_sampler is False:
         raise PlanError(
             f"`data_seed` must be left out with use_seedable_sampler=False, got {seed}. Pass "
             "use_seedable_sampler=True, or leave that out too."
         )
-
-
-def _check_names(name: str, value: Any) -> None:
-    if isinstance(value, str):
-        raise PlanError(
-            f"`{name}` must be a sequence of names, got {value!r}. Pass {name}=({value!r},)."
-        )
-    if value is not None and not isinstance(value, Sequence):
-        raise PlanError(f"`{name}` must be a sequence of names or None, got {value!r}.")
-
-
-def _check_callable(name: str, value: Any) -> None:
-    if value is not None and not callable(value):
-        raise PlanError(f"`{name}` must be a function or None, got {value!r}.")
-
-
-def _check_choice(name: str, value: Any, known: Sequence[str]) -> None:
-    if value not in known:
-        text = ", ".join(map(repr, known))
-        raise PlanError(f"`{name}` must be one of {text}, got {value!r}.")
-
-
-def _check_count(name: str, value: Any) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise PlanError(f"`{name}` must be an integer of at least 1, got {value!r}.")

@@ -139,7 +139,7 @@ def refused(comm: Comm, options: dict[str, Any], folder: Path) -> str:
         # What types do not tell, the strategy does.
         (
             {"batches_per_message": 0},
-            "`batches_per_message` must be an integer of at least 1, got 0.",
+            "`batches_per_message` must be at least 1, got 0.",
         ),
         (
             {"data_seed": 3, "use_seedable_sampler": False},

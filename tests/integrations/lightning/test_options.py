@@ -112,18 +112,18 @@ def test_options_of_ddp_are_passed_on() -> None:
             "`use_stateful_dataloader` must be True or False, got None.",
         ),
         ({"already_sharded": "x"}, "`already_sharded` must be True, False or None, got 'x'."),
-        ({"sync_order": "none"}, "`sync_order` must be one of 'agree', 'broadcast', got 'none'."),
+        ({"sync_order": "none"}, '`sync_order` must be "agree" or "broadcast", got \'none\'.'),
         (
             {"worker_split": 2},
             "`worker_split` must be one of 'auto', 'shardplug', 'dataset', got 2.",
         ),
         (
             {"batches_per_message": 0},
-            "`batches_per_message` must be an integer of at least 1, got 0.",
+            "`batches_per_message` must be at least 1, got 0.",
         ),
         (
             {"batches_per_message": True},
-            "`batches_per_message` must be an integer of at least 1, got True.",
+            "`batches_per_message` must be an integer, got True.",
         ),
         ({"seed_samples": 1}, "`seed_samples` must be True or False, got 1."),
     ],
