@@ -371,7 +371,17 @@ class TrainingBook:
             return False
         is_counted = loops["epoch_progress"]["current"]["processed"] == self._epoch + 1
         progress = loops["epoch_loop.batch_progress"]
-        return is_counted and not _is_over(progress, trainer.num_training_batches)
+        is_over = _is_over(progress, trainer.num_training_batches) or self._has_ended(trainer)
+        return is_counted and not is_over
+
+    def _has_ended(self, trainer: Trainer) -> bool:
+        """Tell whether the loaders were found to be at their end, where Lightning foresaw none.
+
+        So it is where a training step asks for its batches, and their number is not known.
+        """
+        found = [view.track.ended for view in self._views]
+        have_ended = [each is not None and each[0] == self._epoch for each in found]
+        return (any if follows_shortest(trainer) else all)(have_ended)
 
     def _place_at(self, trainer: Trainer, loops: Mapping[str, Any]) -> Place:
         epoch = loops["epoch_progress"]["current"]["processed"]
