@@ -6,7 +6,6 @@ from shardplug.agree import gather, gather_for_metrics, set_seed, synchronize_rn
 from shardplug.comm import Comm, SoloComm
 from shardplug.comm_torch import TorchComm, current_comm
 from shardplug.dispatch import DataLoaderDispatcher
-from shardplug.dividing import check_options
 from shardplug.engine import ShardEngine
 from shardplug.errors import (
     BatchError,
@@ -19,6 +18,7 @@ from shardplug.errors import (
 from shardplug.items import ready_batches
 from shardplug.loader import DataLoaderShard
 from shardplug.optimizer import ScalerAwareOptimizer
+from shardplug.options import check_options
 from shardplug.plan.shard import Shard
 from shardplug.plan.split import ShardPlan, Split, Tail
 from shardplug.plan.window import StepKind, StepOutcome

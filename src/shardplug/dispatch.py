@@ -32,6 +32,7 @@ from shardplug.errors import PlanError
 from shardplug.feeds import Feed, IndexFeed, seeded
 from shardplug.fetching import Records
 from shardplug.loader import DataLoaderShard
+from shardplug.options import check_device, check_loader_options
 from shardplug.passes import EmptyPass, Pass, Snapshot, StreamPass
 from shardplug.plan.cursor import Cursor, Run
 from shardplug.plan.shard import Shard
@@ -529,25 +530,32 @@ class DataLoaderDispatcher(PreparedLoader):
         comm: Any = None,
         **dataloader_kwargs: Any,
     ) -> None:
-        options = Options(
-            device=None if device is None else torch.device(device),
-            rng_types=rng_types,
+        given = check_loader_options(
             split_batches=split_batches,
+            skip_batches=skip_batches,
+            use_stateful_dataloader=use_stateful_dataloader,
+            device=device,
+            non_blocking=non_blocking,
             even_batches=even_batches,
             tail=tail,
+            slice_fn=slice_fn,
+            torch_device_mesh=torch_device_mesh,
+            data_axes=data_axes,
+            rng_types=rng_types,
             use_seedable_sampler=use_seedable_sampler,
             data_seed=data_seed,
             worker_split=worker_split,
-            non_blocking=non_blocking,
-            is_stateful=use_stateful_dataloader,
             batches_per_message=batches_per_message,
             seed_samples=seed_samples,
-            skip_batches=skip_batches,
-            slice_fn=slice_fn,
             comm=comm,
         )
         ranks = current_comm() if comm is None else comm
-        shard = own_shard(ranks, torch_device_mesh, data_axes)
+        shard = own_shard(ranks, given.pop("torch_device_mesh"), given.pop("data_axes"))
+        options = Options(
+            device=check_device("device", given.pop("device")),
+            is_stateful=given.pop("use_stateful_dataloader"),
+            **given,
+        )
         self._join(lambda: _loader_over(dataset, dataloader_kwargs), options, shard)
 
     @classmethod

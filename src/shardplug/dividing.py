@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -27,19 +26,10 @@ from shardplug.feeds import (
     find_seed,
     follows_seed,
 )
-from shardplug.kinds import (
-    check_count,
-    check_device,
-    check_flag,
-    check_function,
-    check_has,
-    check_integer,
-    check_names,
-)
 from shardplug.plan.shard import Shard, shard_on_mesh
 from shardplug.plan.split import Split, Tail
 from shardplug.prepared import Settings
-from shardplug.rng import check_rng_types, draw_seed, signed_seed
+from shardplug.rng import draw_seed, signed_seed
 from shardplug.samplers import BatchSamplerShard, choose_tail, is_plain
 from shardplug.streams import (
     IterableDatasetShard,
@@ -60,35 +50,9 @@ LOADER_FACTS: dict[str, str | None] = {
 """What ranks compare when a loader is prepared, and what to do where they differ."""
 
 
-def check_options(**options: Any) -> dict[str, Any]:
-    """Check options of `prepare_data_loader` before there is a loader.
-
-    Each is checked by itself: whether it is of the right kind, and one of the words there are.
-    Whoever keeps options for later calls this first, so that an error comes where they are given.
-
-    Args:
-        options: Any of those of `prepare_data_loader`.
-
-    Returns:
-        The same, as Python's own kinds: numpy's numbers and truth values are made into those.
-
-    Raises:
-        PlanError: If one does not fit.
-        TypeError: If there is no such option.
-
-    Example:
-        >>> check_options(even_batches=False, batches_per_message=4)
-        {'even_batches': False, 'batches_per_message': 4}
-    """
-    unknown = [name for name in options if name not in _CHECKS]
-    if unknown:
-        raise TypeError(f"check_options() got an unexpected keyword argument {unknown[0]!r}")
-    return {name: _CHECKS[name](name, value) for name, value in options.items()}
-
-
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What is asked for a loader; see `shardplug.prepare_data_loader`.
+    """What is asked for a loader, checked; see `shardplug.prepare_data_loader`.
 
     Attributes:
         device: Where batches are moved, None to leave them.
@@ -129,33 +93,27 @@ class Options:
     comm: Comm | None = None
 
     def settings(self, loader: DataLoader[Any] | None, *, is_simulation: bool = False) -> Settings:
-        """Check what does not need the data, and choose this rank's seed.
+        """Choose this rank's seed; nothing here needs the data.
 
         Args:
             loader: The user's; None on a rank that has none.
             is_simulation: Whether there is nobody to agree with.
-
-        Raises:
-            PlanError: If an option does not fit.
         """
         seed, is_pinned = choose_seed(
             loader,
             self.data_seed if self.use_seedable_sampler else None,
             self.use_seedable_sampler,
         )
-        is_broadcast(self.sync_order)
-        check_worker_split(self.worker_split)
-        choose_tail(self.tail, even_batches=self.even_batches, drop_last=False)
         return Settings(
             seed=seed,
             is_seed_pinned=is_pinned,
             device=self.device,
             non_blocking=self.non_blocking,
-            rng_types=check_rng_types(self.rng_types),
+            rng_types=tuple(self.rng_types or ()),
             generator=None if loader is None else find_generator(loader),
-            skip_batches=check_count("skip_batches", self.skip_batches, least=0),
+            skip_batches=self.skip_batches,
             is_stateful=self.is_stateful or isinstance(loader, StatefulDataLoader),
-            per_message=check_count("batches_per_message", self.batches_per_message, least=1),
+            per_message=self.batches_per_message,
             seeds_samples=self.seed_samples,
             is_simulation=is_simulation,
             slice_fn=self.slice_fn,
@@ -190,7 +148,7 @@ class Options:
                     self.tail, even_batches=self.even_batches, drop_last=_drops_last(loader)
                 ),
                 already_sharded=self.already_sharded,
-                broadcast=broadcast if is_broadcast(self.sync_order) else None,
+                broadcast=broadcast if self.sync_order == "broadcast" else None,
                 worker_split=check_worker_split(self.worker_split),
                 is_dispatched=is_dispatched,
             ),
@@ -349,17 +307,6 @@ def check_loader(dataloader: Any, *, is_plain: bool) -> DataLoader[Any]:
     return dataloader
 
 
-def is_broadcast(sync_order: str) -> bool:
-    """Tell whether rank 0's order is sent.
-
-    Raises:
-        PlanError: If ``sync_order`` is neither of the two words.
-    """
-    if sync_order not in ("agree", "broadcast"):
-        raise PlanError(f'`sync_order` must be "agree" or "broadcast", got {sync_order!r}.')
-    return sync_order == "broadcast"
-
-
 def choose_seed(
     loader: DataLoader[Any] | None, data_seed: int | None, use_seedable: bool
 ) -> tuple[int, bool]:
@@ -373,47 +320,3 @@ def choose_seed(
     if chosen is not None:
         return signed_seed(chosen), True
     return signed_seed(torch.initial_seed() if use_seedable else draw_seed()), False
-
-
-def _check_tail(_: str, tail: Any) -> Any:
-    choose_tail(tail, even_batches=True, drop_last=False)
-    return tail
-
-
-def _check_order(_: str, sync_order: Any) -> Any:
-    is_broadcast(sync_order)
-    return sync_order
-
-
-def _check_rng_types(name: str, rng_types: Any) -> Any:
-    return None if check_names(name, rng_types) is None else check_rng_types(rng_types)
-
-
-_MESH = ("shape", "mesh_dim_names", "get_coordinate")
-
-_CHECKS: dict[str, Callable[[str, Any], Any]] = {
-    # Whether a number is that of a device is seen where something is moved there.
-    "device": lambda name, value: value if type(value) is int else check_device(name, value),
-    "num_processes": partial(check_integer, or_none=True),
-    "process_index": partial(check_integer, or_none=True),
-    "split_batches": check_flag,
-    "put_on_device": check_flag,
-    "rng_types": _check_rng_types,
-    "dispatch_batches": partial(check_flag, or_none=True),
-    "even_batches": check_flag,
-    "slice_fn_for_dispatch": check_function,
-    "use_seedable_sampler": check_flag,
-    "data_seed": partial(check_integer, or_none=True),
-    "non_blocking": check_flag,
-    "use_stateful_dataloader": check_flag,
-    "torch_device_mesh": partial(check_has, parts=_MESH, what="DeviceMesh"),
-    "tail": _check_tail,
-    "already_sharded": partial(check_flag, or_none=True),
-    "sync_order": _check_order,
-    "data_axes": check_names,
-    "worker_split": lambda _, worker_split: check_worker_split(worker_split),
-    "batches_per_message": partial(check_count, least=1),
-    "seed_samples": check_flag,
-    "comm": partial(check_has, parts=("rank", "world_size"), what="Comm"),
-}
-"""What each option has to be."""

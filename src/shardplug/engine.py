@@ -14,10 +14,11 @@ from shardplug.accumulation import MicroBatch, find_micro_batch, synchronising, 
 from shardplug.agree import gather, gather_for_metrics
 from shardplug.comm import Comm
 from shardplug.comm_torch import current_comm, local_device, start_process_group
-from shardplug.dividing import check_options, own_shard
+from shardplug.dividing import own_shard
 from shardplug.errors import PlanError
 from shardplug.kinds import check_count, check_has
 from shardplug.optimizer import ScalerAwareOptimizer
+from shardplug.options import check_options
 from shardplug.plan.cursor import OpenWindow
 from shardplug.plan.shard import Shard
 from shardplug.prepare import prepare_data_loader

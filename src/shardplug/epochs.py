@@ -34,7 +34,7 @@ class Epochs:
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch of the next pass, and tell all parts."""
         self.progress.set_epoch(epoch)
-        self.tell(epoch)
+        self.tell(self.progress.upcoming.epoch)
 
     def tell(self, epoch: int) -> None:
         """Tell all parts which epoch comes next."""

@@ -9,6 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from shardplug.errors import PlanError
+from shardplug.kinds import check_iterable
 
 _OF_LOADERS = ("set_epoch", "state_dict", "load_state_dict")
 """What a loader has, and a list has not: such a one is iterated, even if it can be indexed."""
@@ -45,6 +46,7 @@ def ready_batches(data: Any) -> DataLoader[Any]:
         >>> list(ready_batches([[0, 1], [2]]))
         [[0, 1], [2]]
     """
+    check_iterable("data", data)
     is_loader = any(hasattr(data, name) for name in _OF_LOADERS)
     if isinstance(data, _Indexable) and not isinstance(data, Mapping) and not is_loader:
         return DataLoader(_Listed(data), batch_size=None, collate_fn=_as_it_is)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import Any
-
-import torch
 
 from shardplug.errors import PlanError
 
@@ -83,8 +81,20 @@ def check_names(name: str, value: Any) -> Any:
         raise PlanError(
             f"`{name}` must be a sequence of names, got {value!r:.80}. Pass {name}=({value!r},)."
         )
-    if value is not None and not isinstance(value, Collection):
+    is_right = isinstance(value, Collection) and all(isinstance(each, str) for each in value)
+    if value is not None and not is_right:
         raise PlanError(f"`{name}` must be a sequence of names or None, got {value!r:.80}.")
+    return value
+
+
+def check_iterable(name: str, value: Any) -> Any:
+    """Check what is iterated later; nothing is taken from it.
+
+    Raises:
+        PlanError: If it cannot be.
+    """
+    if not isinstance(value, Iterable) and not hasattr(value, "__getitem__"):
+        raise PlanError(f"`{name}` must be something to iterate, got {value!r:.80}.")
     return value
 
 
@@ -103,20 +113,3 @@ def check_has(name: str, value: Any, parts: Collection[str], *, what: str) -> An
     if value is not None and not all(hasattr(value, part) for part in parts):
         raise PlanError(f"`{name}` must be a {what} or None, got {value!r:.80}.")
     return value
-
-
-def check_device(name: str, value: Any) -> torch.device | None:
-    """Check a device that may be left out.
-
-    Raises:
-        PlanError: If torch takes it for none.
-    """
-    if value is None or isinstance(value, torch.device):
-        return value
-    try:
-        return torch.device(value if isinstance(value, str) else check_integer(name, value))
-    except (PlanError, RuntimeError) as error:
-        raise PlanError(
-            f"`{name}` must be a torch.device, the name or number of one, or None, got "
-            f"{value!r:.80}. Leave it out for the device of this process."
-        ) from error

@@ -23,7 +23,7 @@ from shardplug.devices import move_batches
 from shardplug.errors import PlanError, StateError
 from shardplug.feeds import Feed, IndexFeed, find_seed, seeded
 from shardplug.fetching import Crew, Messages, Records
-from shardplug.kinds import check_count, check_device
+from shardplug.options import check_device, check_loader_options
 from shardplug.passes import EmptyPass, Pass, ReadyPass, StreamPass
 from shardplug.plan.cursor import Cursor, Run
 from shardplug.plan.order import worker_seed
@@ -99,19 +99,31 @@ class DataLoaderShard(PreparedLoader):
         comm: Comm | None = None,
         **dataloader_kwargs: Any,
     ) -> None:
+        given = check_loader_options(
+            device=device,
+            rng_types=rng_types,
+            synchronized_generator=synchronized_generator,
+            skip_batches=skip_batches,
+            use_stateful_dataloader=use_stateful_dataloader,
+            non_blocking=non_blocking,
+            batches_per_message=batches_per_message,
+            worker_split=worker_split,
+            seed_samples=seed_samples,
+            comm=comm,
+        )
         loader: DataLoader[Any] = DataLoader(dataset, **dataloader_kwargs)
         chosen = find_seed(loader)
         settings = Settings(
             seed=rng.draw_seed() if chosen is None else rng.signed_seed(chosen),
             is_seed_pinned=chosen is not None,
-            device=check_device("device", device),
-            non_blocking=non_blocking,
-            rng_types=rng.check_rng_types(rng_types),
+            device=check_device("device", given["device"]),
+            non_blocking=given["non_blocking"],
+            rng_types=given["rng_types"] or (),
             generator=synchronized_generator,
-            skip_batches=check_count("skip_batches", skip_batches, least=0),
-            is_stateful=use_stateful_dataloader,
-            per_message=check_count("batches_per_message", batches_per_message, least=1),
-            seeds_samples=seed_samples,
+            skip_batches=given["skip_batches"],
+            is_stateful=given["use_stateful_dataloader"],
+            per_message=given["batches_per_message"],
+            seeds_samples=given["seed_samples"],
             is_divided=False,
             comm=comm,
         )

@@ -18,14 +18,14 @@ from shardplug.dividing import (
     LOADER_FACTS,
     Options,
     check_loader,
-    check_options,
     is_seen_cut,
     own_shard,
 )
 from shardplug.errors import PlanError, ShardplugWarning
 from shardplug.feeds import Feed, seeded
-from shardplug.kinds import check_count, check_device
+from shardplug.kinds import check_count
 from shardplug.loader import DataLoaderShard, whole_feed
+from shardplug.options import check_device, check_options
 from shardplug.plan.shard import Shard
 from shardplug.plan.split import Tail
 from shardplug.prepared import PreparedLoader, Settings

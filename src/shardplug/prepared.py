@@ -370,7 +370,7 @@ class PreparedLoader(DataLoader[Any]):
             epoch: Zero or more, the same on all ranks.
 
         Raises:
-            PlanError: If ``epoch`` is negative.
+            PlanError: If ``epoch`` is no integer, or negative.
         """
         self._epochs.set_epoch(epoch)
 

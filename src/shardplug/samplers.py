@@ -25,6 +25,7 @@ from torch.utils.data.distributed import DistributedSampler
 from torchdata.stateful_dataloader.sampler import BatchSampler as StatefulBatchSampler
 
 from shardplug.errors import PlanError
+from shardplug.kinds import check_count, check_flag, check_integer, check_iterable
 from shardplug.orders import (
     Order,
     PermutedOrder,
@@ -75,6 +76,9 @@ class SeedableRandomSampler(RandomSampler, OrderedSampler):
         generator: Gives the seed, its ``initial_seed()``, when ``data_seed`` is None.
         data_seed: The seed. None: that of ``generator``, else ``torch.initial_seed()``.
 
+    Raises:
+        PlanError: If ``data_seed`` is no integer. Torch's own arguments are checked by torch.
+
     Example:
         >>> sampler = SeedableRandomSampler(range(5), data_seed=3)
         >>> sampler.set_epoch(1)
@@ -93,12 +97,12 @@ class SeedableRandomSampler(RandomSampler, OrderedSampler):
         super().__init__(data_source, replacement, num_samples, generator)
         if data_seed is None:
             data_seed = torch.initial_seed() if generator is None else generator.initial_seed()
-        self.seed = data_seed
+        self.seed: int = check_integer("data_seed", data_seed)
         self.epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch that the next pass shuffles for."""
-        self.epoch = epoch
+        self.epoch = check_integer("epoch", epoch)
 
     def order(self) -> Order:
         """Work out the order of the epoch that is set."""
@@ -127,7 +131,7 @@ class PermutedSampler(Sampler[int], OrderedSampler):
         seed: Any integer; the same on all ranks.
 
     Raises:
-        PlanError: If the number of samples is out of range.
+        PlanError: If the number of samples is out of range, or an argument of a wrong kind.
 
     Example:
         >>> sampler = PermutedSampler(10**12, seed=1)
@@ -138,17 +142,18 @@ class PermutedSampler(Sampler[int], OrderedSampler):
     """
 
     def __init__(self, data_source_or_length: Sized | int, seed: int = 0) -> None:
-        self.num_samples = (
-            data_source_or_length
-            if isinstance(data_source_or_length, int)
-            else len(data_source_or_length)
+        self.num_samples: int = (
+            len(data_source_or_length)
+            if isinstance(data_source_or_length, Sized)
+            else check_integer("data_source_or_length", data_source_or_length)
         )
-        self.seed = seed
+        self.seed: int = check_integer("seed", seed)
         self.epoch = 0
-        self._permutation = TensorPermutation(self.num_samples, order_key(seed, 0))
+        self._permutation = TensorPermutation(self.num_samples, order_key(self.seed, 0))
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch that positions are looked up in."""
+        epoch = check_integer("epoch", epoch)
         if epoch != self.epoch:
             self.epoch = epoch
             self._permutation = TensorPermutation(self.num_samples, order_key(self.seed, epoch))
@@ -282,19 +287,20 @@ class BatchSamplerShard(BatchSampler):
         *,
         tail: str | Tail | None = None,
     ) -> None:
-        self.batch_sampler = batch_sampler
-        self.num_processes = num_processes
-        self.process_index = process_index
-        self.split_batches = split_batches
-        self.even_batches = even_batches
+        self.batch_sampler = check_iterable("batch_sampler", batch_sampler)
         self.shard = Shard(process_index, num_processes)
+        self.num_processes, self.process_index = self.shard.count, self.shard.index
+        self.split_batches: bool = check_flag("split_batches", split_batches)
+        self.even_batches: bool = check_flag("even_batches", even_batches)
         self.tail = choose_tail(
-            tail, even_batches=even_batches, drop_last=bool(getattr(batch_sampler, "drop_last", 0))
+            tail,
+            even_batches=self.even_batches,
+            drop_last=bool(getattr(batch_sampler, "drop_last", 0)),
         )
-        self._split = Split.SLICE if split_batches else Split.WHOLE
+        self._split = Split.SLICE if self.split_batches else Split.WHOLE
         declared = getattr(batch_sampler, "batch_size", None)
         self._declared_size = _size_in(declared)
-        if self._declared_size is None and split_batches:
+        if self._declared_size is None and self.split_batches:
             raise PlanError(
                 "`batch_sampler` must declare a `batch_size` for its batches to be split, got "
                 f"{declared!r}. Pass split_batches=False."
@@ -515,7 +521,7 @@ class SkipBatchSampler(BatchSampler):
         is_once: Leave them out of the first pass only; later ones are full.
 
     Raises:
-        PlanError: If ``skip_batches`` is negative.
+        PlanError: If ``skip_batches`` is no integer, or negative.
 
     Example:
         >>> list(SkipBatchSampler(BatchSampler(range(7), 2, drop_last=False), 2))
@@ -525,10 +531,8 @@ class SkipBatchSampler(BatchSampler):
     def __init__(
         self, batch_sampler: Iterable[Any], skip_batches: int = 0, *, is_once: bool = False
     ) -> None:
-        if skip_batches < 0:
-            raise PlanError(f"`skip_batches` must be zero or more, got {skip_batches}.")
-        self.batch_sampler = batch_sampler
-        self.skip_batches = skip_batches
+        self.batch_sampler = check_iterable("batch_sampler", batch_sampler)
+        self.skip_batches = check_count("skip_batches", skip_batches, least=0)
         self._is_once = is_once
 
     @property

@@ -12,6 +12,7 @@ from typing import Any, Protocol, final, runtime_checkable
 
 from torch.utils.data import IterableDataset, get_worker_info
 
+from shardplug.kinds import check_flag, check_integer, check_iterable
 from shardplug.passes import Pass, Snapshot, StreamPass
 from shardplug.plan.cursor import Cursor
 from shardplug.plan.deal import Part, deal
@@ -391,21 +392,21 @@ class IterableDatasetShard(IterableDataset[Any]):
         tail: str | Tail | None = None,
         worker_split: str = "auto",
     ) -> None:
-        self.dataset = dataset
-        self.batch_size = batch_size
-        self.drop_last = drop_last
-        self.num_processes = num_processes
-        self.process_index = process_index
-        self.split_batches = split_batches
+        shard = Shard(process_index, num_processes)
+        self.dataset = check_iterable("dataset", dataset)
+        self.batch_size: int = check_integer("batch_size", batch_size)
+        self.drop_last: bool = check_flag("drop_last", drop_last)
+        self.num_processes, self.process_index = shard.count, shard.index
+        self.split_batches: bool = check_flag("split_batches", split_batches)
         self.epoch = 0
         self._worker_split = check_worker_split(worker_split)
-        self.tail = choose_tail(tail, even_batches=even_batches, drop_last=drop_last)
-        shard = Shard(process_index, num_processes)
-        split = Split.SLICE if split_batches else Split.WHOLE
+        is_even = check_flag("even_batches", even_batches)
+        self.tail = choose_tail(tail, even_batches=is_even, drop_last=self.drop_last)
+        split = Split.SLICE if self.split_batches else Split.WHOLE
         part = None if self.tail is Tail.EXACT else own_part(dataset, shard)
         self._feed = StreamFeed(
             dataset=dataset if part is None else part,
-            batch_size=batch_size,
+            batch_size=self.batch_size,
             shard=shard,
             split=split,
             tail=self.tail,
@@ -413,11 +414,11 @@ class IterableDatasetShard(IterableDataset[Any]):
             worker_split=self._worker_split,
         )
         # Raises where batches of this size cannot be split.
-        ShardPlan(None, batch_size, shard, split=split, tail=self.tail)
+        ShardPlan(None, self.batch_size, shard, split=split, tail=self.tail)
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch of the next pass, and tell the data set."""
-        self.epoch = epoch
+        self.epoch = epoch = check_integer("epoch", epoch)
         for part in self._feed.epoch_parts():
             part.set_epoch(epoch)
 

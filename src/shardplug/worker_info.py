@@ -16,15 +16,15 @@ _WORKER_SPLITS = ("auto", "shardplug", "dataset")
 _log = logging.getLogger("shardplug")
 
 
-def check_worker_split(worker_split: str) -> WorkerSplit:
+def check_worker_split(worker_split: Any) -> WorkerSplit:
     """Check the name of a way to divide a stream among workers.
 
     Raises:
         PlanError: If it is none of the three.
     """
-    if worker_split not in _WORKER_SPLITS:
+    if not isinstance(worker_split, str) or worker_split not in _WORKER_SPLITS:
         names = ", ".join(map(repr, _WORKER_SPLITS))
-        raise PlanError(f"`worker_split` must be one of {names}, got {worker_split!r}.")
+        raise PlanError(f"`worker_split` must be one of {names}, got {worker_split!r:.80}.")
     return cast(WorkerSplit, worker_split)
 
 

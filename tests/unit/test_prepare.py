@@ -24,6 +24,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from shardplug import (
     BatchSamplerShard,
+    DataLoaderDispatcher,
     DataLoaderShard,
     IterableDatasetShard,
     PermutedSampler,
@@ -192,28 +193,39 @@ KINDS: dict[str, tuple[str, list[Any]]] = {
     "slice_fn_for_dispatch": ("a function or None", [3, "f"]),
     "comm": ("a Comm or None", [4, "gloo"]),
     "torch_device_mesh": ("a DeviceMesh or None", [4, "dp"]),
-    "data_axes": ("a sequence of names", ["dp", 3]),
-    "rng_types": ("a sequence of names", ["torch", 3]),
+    "data_axes": ("a sequence of names", ["dp", 3, [3]]),
+    "rng_types": ("a sequence of names", ["torch", 3, [3], torch.ones(2)]),
     "device": ("a torch.device, the name or number of one, or None", ["nope", 1.5, True, {}]),
     "tail": ("one of", [3, []]),
-    "sync_order": ('"agree" or "broadcast"', [None, []]),
-    "worker_split": ("one of", [None, []]),
+    "sync_order": ('"agree" or "broadcast"', [None, [], np.zeros(2)]),
+    "worker_split": ("one of", [None, [], np.zeros(2)]),
+}
+
+
+OF_LOADERS: dict[str, tuple[str, list[Any]]] = {
+    "skip_batches": ("an integer", ["2", 1.0, None, True]),
+    "slice_fn": ("a function or None", [3, "f"]),
+    "synchronized_generator": ("a torch.Generator or None", [3, "seed"]),
 }
 
 
 def checks_of(name: str) -> list[Callable[..., Any]]:
     """All that take an option, as functions of its value alone."""
     found: list[Callable[..., Any]] = [partial(prepare_data_loader, loader_over()), check_options]
+    if name in OF_LOADERS:
+        found.clear()
     if name in signature(ShardEngine).parameters:
         found.append(ShardEngine)
-    return found
+    ours = (DataLoaderShard, DataLoaderDispatcher)
+    return found + [partial(kind, range(8)) for kind in ours if name in signature(kind).parameters]
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [(name, value) for name, (_, values) in KINDS.items() for value in values]
+    ("name", "value"),
+    [(name, value) for name, (_, values) in (KINDS | OF_LOADERS).items() for value in values],
 )
 def test_a_value_of_a_wrong_kind_is_refused_wherever_it_is_given(name: str, value: Any) -> None:
-    rule = KINDS[name][0]
+    rule = (KINDS | OF_LOADERS)[name][0]
     for check in checks_of(name):
         with pytest.raises(PlanError) as caught:
             check(**{name: value})
@@ -224,6 +236,9 @@ def test_a_value_of_a_wrong_kind_is_refused_wherever_it_is_given(name: str, valu
 def test_the_kind_of_every_option_is_checked() -> None:
     options = {*signature(prepare_data_loader).parameters} - {"dataloader"}
     assert options == {*KINDS}
+    for kind in (DataLoaderShard, DataLoaderDispatcher):
+        others = {"dataset", "dataloader_kwargs"}
+        assert {*signature(kind).parameters} - others <= {*KINDS, *OF_LOADERS}
 
 
 def test_there_are_no_other_options_to_check() -> None:
@@ -235,6 +250,8 @@ def test_a_device_that_is_not_there_is_refused_where_something_is_moved_to_it() 
     assert check_options(device=0) == {"device": 0}
     with pytest.raises(PlanError, match=r"`device` must be a torch\.device, the name or number"):
         prepare_data_loader(loader_over(), device=-1, put_on_device=True)
+    with pytest.raises(PlanError, match=r"`device` must be a torch\.device, the name or number"):
+        DataLoaderShard(range(8), device=2**70)
 
 
 class Number:

@@ -924,7 +924,7 @@ def test_skipping_batches_of_the_users() -> None:
 def test_skipping_less_than_nothing_is_refused(count: int) -> None:
     with pytest.raises(PlanError) as caught:
         SkipBatchSampler([], count)
-    assert str(caught.value) == f"`skip_batches` must be zero or more, got {count}."
+    assert str(caught.value) == f"`skip_batches` must be at least 0, got {count}."
 
 
 def test_shards_of_what_is_skipped_are_those_of_the_rest() -> None:

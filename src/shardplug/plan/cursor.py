@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from shardplug.errors import PlanError
+from shardplug.kinds import check_integer
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,8 +216,9 @@ class Progress:
         It starts at its first sample, unless a position within that epoch is what comes next.
 
         Raises:
-            PlanError: If ``epoch`` is negative.
+            PlanError: If ``epoch`` is no integer, or negative.
         """
+        epoch = check_integer("epoch", epoch)
         if self._next is None or self._next.epoch != epoch:
             self._next, self.open_window = Cursor(epoch), OpenWindow()
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shardplug.errors import PlanError
+from shardplug.kinds import check_integer
 
 DATA_AXES = frozenset(
     {
@@ -56,7 +57,9 @@ class Shard:
     count: int
 
     def __post_init__(self) -> None:
-        """Check both numbers."""
+        """Check both numbers, and take numpy's for Python's."""
+        for name, field in (("process_index", "index"), ("num_processes", "count")):
+            object.__setattr__(self, field, check_integer(name, getattr(self, field)))
         if self.count < 1:
             raise PlanError(f"`num_processes` must be at least 1, got {self.count}.")
         if not 0 <= self.index < self.count:

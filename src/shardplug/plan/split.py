@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from shardplug.errors import PlanError
+from shardplug.kinds import check_integer
 from shardplug.plan.shard import Shard
 
 
@@ -76,7 +77,8 @@ class ShardPlan:
     start: int = 0
 
     def __post_init__(self) -> None:
-        """Check the numbers against each other."""
+        """Check the kinds, take numpy's numbers for Python's, and check them by each other."""
+        self._check_kinds()
         if self.batch_size < 1:
             raise PlanError(f"`batch_size` must be at least 1, got {self.batch_size}.")
         if self.split is Split.SLICE and self.batch_size % self.shard.count:
@@ -97,6 +99,17 @@ class ShardPlan:
             raise PlanError(f"`consumed` must be in [0, {self.num_samples}], got {self.start}.")
         if self.tail is Tail.EXACT:
             self._check_exact(self.num_samples - self.start)
+
+    def _check_kinds(self) -> None:
+        for field in ("num_samples", "batch_size", "start"):
+            name = "consumed" if field == "start" else field
+            number = check_integer(name, getattr(self, field), or_none=field == "num_samples")
+            object.__setattr__(self, field, number)
+        for field, kind in (("shard", Shard), ("split", Split), ("tail", Tail)):
+            if not isinstance(getattr(self, field), kind):
+                raise PlanError(
+                    f"`{field}` must be a {kind.__name__}, got {getattr(self, field)!r:.80}."
+                )
 
     @property
     def shard_batch_size(self) -> int:
