@@ -61,15 +61,18 @@ class Owed:
             step_plateaus(trainer, "epoch", self.epochs)
             trainer.fit_loop.epoch_loop.restarting = False  # the one that follows is a new one
         leave_restart(trainer)
-        if counts_failed_step(trainer):
+        is_at_start = starts_epoch(trainer)
+        if is_at_start:
+            # A window is made again, or more ranks have done not one batch. Lightning would
+            # validate after none, too.
+            trainer.fit_loop.epoch_loop.restarting = False
+        elif counts_failed_step(trainer):
             count_logged_steps(trainer, -1)
         if self.batches is not None:
-            self._settle_batch(trainer, self.batches)
+            self._settle_batch(trainer, self.batches, is_at_start=is_at_start)
 
-    def _settle_batch(self, trainer: Trainer, batches: int) -> None:
-        if starts_epoch(trainer):
-            # On more ranks not one batch is done; Lightning would validate after none, too.
-            trainer.fit_loop.epoch_loop.restarting = False
+    def _settle_batch(self, trainer: Trainer, batches: int, *, is_at_start: bool) -> None:
+        if is_at_start:
             count_logged_steps(trainer, 1)
         elif is_validation_due(trainer):
             # Lightning goes back to it, and then to what follows. It counts the step once more.

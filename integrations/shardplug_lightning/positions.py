@@ -369,7 +369,9 @@ class TrainingBook:
         """Tell whether training was stopped inside an epoch, which Lightning counts as done."""
         if self._epoch is None or not self._marks:
             return False
-        is_counted = loops["epoch_progress"]["current"]["processed"] == self._epoch + 1
+        epochs = loops["epoch_progress"]["current"]
+        # Where the next one has begun, the counts of batches are of that.
+        is_counted = epochs["ready"] == epochs["processed"] == self._epoch + 1
         progress = loops["epoch_loop.batch_progress"]
         is_over = _is_over(progress, trainer.num_training_batches) or self._has_ended(trainer)
         return is_counted and not is_over

@@ -108,15 +108,16 @@ def fail_and_save(comm: Comm, folder: Path, options: Options) -> list[tuple[str,
     found = []
     for hook, times in [
         ("on_before_optimizer_step", 2),
+        ("on_train_batch_start", BATCHES),
         ("on_train_batch_start", BATCHES + 1),
         ("on_validation_batch_end", 1),
         ("on_validation_start", 0),
         ("on_train_epoch_end", 0),
     ]:
-        file = folder / f"{hook}.ckpt"
+        file = folder / f"{hook} {times}.ckpt"
         with pytest.raises(KeyError, match="killed"):
             train(options, Breaks(hook, times, file))
-        found += go_on_from_all(folder / hook, file, options, whole)
+        found += go_on_from_all(folder / f"{hook} {times}", file, options, whole)
     return found
 
 
@@ -153,6 +154,17 @@ def test_a_failure_of_the_last_batch_after_one_of_a_validation_loses_nothing(
     ((whole, after),) = run_ranks(1, fail_again, tmp_path, breaks, options)
     last = next(at for at, entry in enumerate(whole) if entry[:2] == (0, BATCHES - 1))
     assert after == whole[last:]
+
+
+def test_nothing_is_validated_before_the_first_batch_of_a_window_that_is_made_again(
+    tmp_path: Path,
+) -> None:
+    options = {"max_epochs": 2, "val_check_interval": 3, "accumulate_grad_batches": 3}
+    # After the last batch of the first epoch, and after two of three of a window of the second.
+    breaks = [("on_train_batch_end", BATCHES - 1), ("on_train_batch_end", 1)]
+    ((whole, after),) = run_ranks(1, fail_again, tmp_path, breaks, options)
+    first = next(at for at, entry in enumerate(whole) if entry[:2] == (1, 0))
+    assert after == whole[first:]
 
 
 def test_what_had_failed_is_counted_once() -> None:
