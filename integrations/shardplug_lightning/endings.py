@@ -162,6 +162,20 @@ def _count_all(progress: Mapping[str, Any], before: int) -> None:
         progress["total"][name] = before + progress["current"][name]
 
 
+def take_back_fetch(loops: Mapping[str, Any]) -> None:
+    """Count a batch that was being fetched as one that has failed, which has begun.
+
+    Lightning would do once more what follows the batch before. And where no other batch follows the
+    one that was being fetched, it would leave that out.
+
+    Args:
+        loops: The counts of the loops of ``fit``, of the checkpoint that is being saved.
+    """
+    batches = loops["epoch_loop.batch_progress"]
+    batches["is_last_batch"] = False
+    rewind(batches, batches["current"]["processed"])
+
+
 def take_back_end(loops: Mapping[str, Any]) -> None:
     """Count an epoch as under way that has been ended before its last batch.
 

@@ -29,6 +29,7 @@ from shardplug_lightning.endings import (
     owed_after,
     rewind,
     take_back_end,
+    take_back_fetch,
 )
 from shardplug_lightning.internals import (
     count_as_over,
@@ -156,7 +157,7 @@ class TrainingBook:
         self._seen: Any = None
         self._views: list[LoaderView] = []
         self._began_at: Place | None = None
-        self._owed = Owed()
+        self._owed: Owed | None = None
 
     # -- told by the views ---------------------------------------------------------------------
 
@@ -259,7 +260,9 @@ class TrainingBook:
         else:
             self._count(trainer, place, views)
         announce_epoch(trainer)
-        self._owed.settle(trainer)
+        if self._owed is not None:
+            self._owed.settle(trainer)
+            self._owed = None
 
     def _count_open_end(self, trainer: Trainer, place: Place) -> None:
         if _fetches_by_itself(trainer.lightning_module):
@@ -352,6 +355,8 @@ class TrainingBook:
         if loops is None or self._trainer is None or not self._all_views():
             return None  # only weights are saved, or nothing has been trained on
         loops["state_dict"].pop("combined_loader", None)  # rank 0's, which Lightning gives to all
+        if self._is_between_batches(trainer, loops):
+            take_back_fetch(loops)
         if self._was_cut_short(trainer, loops):
             take_back_end(loops)
             checkpoint["epoch"] = self._epoch
@@ -365,13 +370,24 @@ class TrainingBook:
         """Whether ranks have something of their own of the states of the training loaders."""
         return self._trainer is not None and any(each.differs_by_rank for each in self._all_views())
 
+    def _is_between_batches(self, trainer: Trainer, loops: Mapping[str, Any]) -> bool:
+        """Tell whether all that follows a batch is done, and the next one is not there yet.
+
+        So it is where that cannot be read or moved, and where SIGTERM ends training.
+        """
+        epochs = loops["epoch_progress"]["current"]
+        batches = loops["epoch_loop.batch_progress"]["current"]
+        is_under_way = epochs["started"] == epochs["processed"] + 1
+        is_idle = trainer.training and batches["ready"] == batches["completed"] > 0
+        return self._owed is None and is_under_way and is_idle
+
     def _was_cut_short(self, trainer: Trainer, loops: Mapping[str, Any]) -> bool:
         """Tell whether training was stopped inside an epoch, which Lightning counts as done."""
         if self._epoch is None or not self._marks:
             return False
         epochs = loops["epoch_progress"]["current"]
         # Where the next one has begun, the counts of batches are of that.
-        is_counted = epochs["ready"] == epochs["processed"] == self._epoch + 1
+        is_counted = epochs["started"] == epochs["processed"] == self._epoch + 1
         progress = loops["epoch_loop.batch_progress"]
         is_over = _is_over(progress, trainer.num_training_batches) or self._has_ended(trainer)
         return is_counted and not is_over
@@ -429,7 +445,7 @@ class TrainingBook:
         Raises:
             StateError: If what is there is no place.
         """
-        self.place, self._was_sent, self._owed = None, False, Owed()
+        self.place, self._was_sent, self._owed = None, False, None
         loops = checkpoint.get("loops", {}).get("fit_loop")
         if loops is None:
             return

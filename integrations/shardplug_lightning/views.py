@@ -180,14 +180,20 @@ class LoaderView(_Prepared):
         track.pass_number += 1
         track.last = None
         run = None
-        for batch in super().__iter__():
-            run = run or self.run
-            if track.is_counting:
-                track.samples += self.valid_rows
-                track.repeats += self.num_rows - self.valid_rows
-            yield batch
-            if run is not None and run.step == run.record.num_steps:
-                self._settle(book)
+        try:
+            for batch in super().__iter__():
+                run = run or self.run
+                if track.is_counting:
+                    track.samples += self.valid_rows
+                    track.repeats += self.num_rows - self.valid_rows
+                yield batch
+                if run is not None and run.step == run.record.num_steps:
+                    self._settle(book)
+        except GeneratorExit:
+            raise  # it is left
+        except BaseException:
+            self._keep_failed(book)
+            raise
         # What comes next may have been chosen long since: once a batch had been fetched ahead.
         book.end(self, self.epoch - 1 if run is None else run.epoch)
 
@@ -230,6 +236,18 @@ class LoaderView(_Prepared):
         """Make the states of this pass that may be asked for later, while it is still there."""
         self._view_track.last = self.state_dict()
         self.keep(book.spots_of(self))
+
+    def _keep_failed(self, book: Book) -> None:
+        """Make the states of a pass in which data could not be read.
+
+        If the epoch was set while it was under way, as Lightning does where it has fetched ahead,
+        the loader stands in the next pass already.
+        """
+        run = self.run
+        if run is not None:
+            run.was_left = False
+            self.keep(book.spots_of(self))
+            run.was_left = True
 
     def keep(self, spots: Iterable[Spot]) -> None:
         """Make the states at places in the latest pass, while that is still there."""
