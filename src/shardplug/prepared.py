@@ -33,6 +33,7 @@ from shardplug.states import (
     decode_snapshot,
     encode_snapshot,
     layout_of,
+    number_in,
     read_state,
     split_of,
 )
@@ -583,7 +584,8 @@ class PreparedLoader(DataLoader[Any]):
                 "`worker_positions` of the state must be there where workers split a stream "
                 "themselves, got None. Use no workers, or as many as before."
             )
-        if not has_own and state["shard_index"] not in (None, self.shard.index):
+        has_own = has_own or state["shard_index"] is None
+        if not has_own and number_in(state, "shard_index") != self.shard.index:
             raise StateError(
                 f"`shard_index` of the state must be {self.shard.index}, whose part of the stream "
                 f"this rank reads, got {state['shard_index']!r}. Load the state of each rank on "

@@ -142,7 +142,7 @@ def read_state(state: Any, identity: Identity) -> tuple[Cursor, int]:
         consumed=0 if steps is not None else number_in(state, "consumed"),
         extra_rows=number_in(state, "extra_rows"),
         steps=steps or 0,
-        is_done=bool(state["is_done"]),
+        is_done=_flag_in(state, "is_done"),
         order=_order_in(state),
         snapshots=_snapshots_in(state, identity),
     )
@@ -174,9 +174,10 @@ def check_version(state: Mapping[str, Any]) -> None:
     Raises:
         StateError: If it cannot.
     """
-    if state.get("version") != VERSION:
+    version = state.get("version")
+    if not isinstance(version, int) or version != VERSION:
         raise StateError(
-            f"`version` of the state must be {VERSION}, got {state.get('version')!r}. "
+            f"`version` of the state must be {VERSION}, got {version!r:.80}. "
             "Load it with the version of shardplug that saved it."
         )
 
@@ -201,9 +202,14 @@ def _snapshots_in(state: Mapping[str, Any], identity: Identity) -> tuple[Snapsho
     if state["worker_positions"] is None:
         return () if state["source"] is None else (decode_snapshot(state["source"]),)
     text = state["worker_positions"]
-    if not isinstance(text, str) or re.fullmatch(r"(\d+:\d+( \d+:\d+)*)?", text) is None:
+    if (
+        state["steps"] is None
+        or not isinstance(text, str)
+        or re.fullmatch(r"(\d+:\d+( \d+:\d+)*)?", text) is None
+    ):
         raise StateError(
-            f"`worker_positions` of the state must be pairs of numbers, got {text!r:.60}. "
+            f"`worker_positions` of the state must be pairs of numbers beside `steps`, got "
+            f"{text!r:.60} and {state['steps']}. "
             "The state is damaged: take another one."
         )
     pairs = [tuple(map(int, pair.split(":"))) for pair in text.split()]
@@ -220,10 +226,11 @@ def _order_in(state: Mapping[str, Any]) -> tuple[int, int] | None:
 
 
 def _compare(state: Mapping[str, Any], field: str, now: object, remedy: str) -> None:
-    if state[field] != now:
+    # Of another kind first: arrays would be compared item by item.
+    if not isinstance(state[field], (int, float, str, type(None))) or state[field] != now:
         raise StateError(
-            f"`{field}` of the state must be that of the loader, {now!r}, got {state[field]!r}. "
-            f"{remedy}"
+            f"`{field}` of the state must be that of the loader, {now!r}, got "
+            f"{state[field]!r:.80}. {remedy}"
         )
 
 
@@ -231,12 +238,22 @@ def number_in(state: Mapping[str, Any], field: str, *, least: int = 0) -> int:
     """Read a number of a state.
 
     Raises:
-        StateError: If it is none, or too small.
+        StateError: If it is none, too small, or larger than any that is written.
     """
     value = state.get(field)
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 2**63:
         raise StateError(
-            f"`{field}` of the state must be an integer of at least {least}, got {value!r}. "
+            f"`{field}` of the state must be an integer of at least {least}, got {value!r:.80}. "
+            "The state is damaged: take another one."
+        )
+    return value
+
+
+def _flag_in(state: Mapping[str, Any], field: str) -> bool:
+    value = state[field]
+    if not isinstance(value, bool):
+        raise StateError(
+            f"`{field}` of the state must be True or False, got {value!r:.80}. "
             "The state is damaged: take another one."
         )
     return value
@@ -302,10 +319,12 @@ def decode_snapshot(text: Any) -> Snapshot:
         StateError: If it is no such state.
     """
     content = decode(text, field="source")
-    if not isinstance(content, list) or len(content) != 3 or not isinstance(content[0], int):
-        raise StateError(f"`source` of the state must be as it was saved, got {content!r:.60}.")
-    position, worker, state = content
-    return Snapshot(position, state, None if worker is None else (worker[0], worker[1]))
+    match content:
+        case [int(position), None, state] if position >= 0:
+            return Snapshot(position, state)
+        case [int(position), [int(worker), int(count)], state] if 0 <= worker < count:
+            return Snapshot(position, state, (worker, count))
+    raise StateError(f"`source` of the state must be as it was saved, got {content!r:.60}.")
 
 
 def _same(read: Any, value: Any) -> bool:

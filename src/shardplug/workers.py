@@ -24,7 +24,7 @@ from shardplug.plan.shard import Shard
 from shardplug.plan.split import ShardPlan
 from shardplug.rows import count_rows
 from shardplug.samplers import HasEpoch
-from shardplug.streams import OpenStream, open_stream
+from shardplug.streams import OpenStream, can_jump, open_stream
 from shardplug.worker_info import WatchedInfo, WorkerSplit, worker_place
 
 Record = tuple[int, int, int, Snapshot | None]
@@ -310,7 +310,7 @@ class StreamReader:
             self.plan.seek(start),
             self.worker_split,
             shards=self.shards,
-            snapshot=None if snapshot is None or snapshot.state is None else snapshot,
+            snapshot=self._usable(snapshot, start),
             seed_sample=seeding.by_sample(task.epoch),
         )
         if opened.splits_itself:
@@ -319,6 +319,12 @@ class StreamReader:
             if not task.snapshots:
                 self._leave_out(opened, task.start, place)
         return opened
+
+    def _usable(self, snapshot: Snapshot | None, start: int) -> Snapshot | None:
+        """Return a state if the data set can go on from it; else it is read through."""
+        if snapshot is None or snapshot.state is None or snapshot.position > start:
+            return None
+        return snapshot if can_jump(self.dataset) else None
 
     def _leave_out(self, opened: OpenStream, steps: int, place: tuple[int, int]) -> None:
         """Read past this worker's share of the steps that are left out."""

@@ -14,6 +14,7 @@ from functools import partial
 from itertools import chain, product, zip_longest
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -484,10 +485,20 @@ def some_state(**options: Any) -> dict[str, Any]:
         ({"consumed": 2.0}, "`consumed` of the state must be an integer of at least 0, got 2.0."),
         ({"epoch": None}, "`epoch` of the state must be an integer of at least 0, got None."),
         ({"epoch": True}, "`epoch` of the state must be an integer of at least 0, got True."),
+        ({"worker_positions": "0:1"}, "`worker_positions` of the state must be pairs of numbers"),
+        ({"shard_index": np.zeros(2)}, "`shard_index` of the state must be an integer of at lea"),
         ({"steps": 3}, "`num_shards` of the state must be that of the loader, 2, got None."),
         ({"source": "what"}, "`source` of the state must be as it was saved, got 'what'."),
         ({"source": "json:["}, "`source` of the state must be as it was saved, got text that can"),
         ({"source": "json:[1]"}, "`source` of the state must be as it was saved, got [1]."),
+        ({"source": "json:[1, [0], 2]"}, "`source` of the state must be as it was saved, got [1, "),
+        ({"source": "json:[1, [2, 2], 2]"}, "`source` of the state must be as it was saved, got"),
+        ({"source": "json:[-1, null, 2]"}, "`source` of the state must be as it was saved, got"),
+        ({"seed": 2**63}, "`seed` of the state must be an integer of at least -92233720368547"),
+        ({"is_done": "no"}, "`is_done` of the state must be True or False, got 'no'. The state is"),
+        ({"is_done": torch.ones(2)}, "`is_done` of the state must be True or False, got tensor(["),
+        ({"version": torch.ones(2)}, "`version` of the state must be 1, got tensor([1., 1.])."),
+        ({"unit": np.zeros(2)}, "`unit` of the state must be that of the loader, 'samples', got a"),
     ],
 )
 def test_what_does_not_fit_is_named_and_changes_nothing(
@@ -500,6 +511,57 @@ def test_what_does_not_fit_is_named_and_changes_nothing(
         loader.load_state_dict({**some_state(), **change})
     assert str(caught.value).startswith(message)
     assert loader.state_dict() == before
+
+
+class Resumable(Ids):
+    """Ids that know where they stand."""
+
+    at = 0
+
+    def __iter__(self) -> Iterator[int]:
+        for number in self.ids[self.at :]:
+            self.at = number + 1
+            yield number
+        self.at = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.at = state_dict["at"]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_stream_that_no_longer_has_a_state_is_read_through(num_workers: int) -> None:
+    def over(stream: Ids) -> PreparedLoader:
+        loader: DataLoader[Any] = DataLoader(stream, 2, num_workers=num_workers)
+        return prepare_data_loader(loader, worker_split="shardplug")
+
+    loader = over(Resumable(7))
+    next(iter(loader))
+    state = loader.state_dict()
+    assert state["source"] is not None
+    again = over(Ids(7))
+    again.load_state_dict({**state, "sampler": "Ids"})
+    assert [batch.tolist() for batch in again] == [[2, 3], [4, 5], [6]]
+
+
+class Counted:
+    """Batches of two, whose number is not known."""
+
+    batch_size = 2
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter([[0, 1], [2, 3]])
+
+
+def test_a_position_behind_the_last_batch_is_no_endless_walk() -> None:
+    def over() -> PreparedLoader:
+        return prepare_data_loader(DataLoader(numbers(4), batch_sampler=Counted()))
+
+    loader = over()
+    loader.load_state_dict({**over().state_dict(), "consumed": 2**63 - 1})
+    assert list(loader) == []
 
 
 @pytest.mark.parametrize("garbage", [None, [], "state", 3, pickle.dumps({})])

@@ -157,9 +157,9 @@ class _Walk:
         return taken
 
     def skip(self, number: int) -> None:
-        """Walk past batches, one by one."""
-        for _ in range(number):
-            self.take(1)
+        """Walk past batches, one by one, to the end if there are fewer."""
+        while self.count < number and self.take(1):
+            pass
 
     def rest(self) -> Iterator[_Batch]:
         """Yield all batches that are left."""
