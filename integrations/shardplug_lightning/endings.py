@@ -162,6 +162,16 @@ def _count_all(progress: Mapping[str, Any], before: int) -> None:
         progress["total"][name] = before + progress["current"][name]
 
 
+def leave_behind(progress: dict[str, Any]) -> None:
+    """Count no batch of the epoch that comes next, instead of all of the one before.
+
+    Args:
+        progress: The counts of a loop in a checkpoint.
+    """
+    progress["current"] = dict.fromkeys(_COUNTS, 0)
+    progress["is_last_batch"] = False
+
+
 def take_back_fetch(loops: Mapping[str, Any]) -> None:
     """Count a batch that was being fetched as one that has failed, which has begun.
 

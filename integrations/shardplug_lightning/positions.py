@@ -26,6 +26,7 @@ from shardplug_lightning.endings import (
     align,
     announce_epoch,
     known_metrics,
+    leave_behind,
     owed_after,
     rewind,
     take_back_end,
@@ -375,11 +376,9 @@ class TrainingBook:
 
         So it is where that cannot be read or moved, and where SIGTERM ends training.
         """
-        epochs = loops["epoch_progress"]["current"]
         batches = loops["epoch_loop.batch_progress"]["current"]
-        is_under_way = epochs["started"] == epochs["processed"] + 1
         is_idle = trainer.training and batches["ready"] == batches["completed"] > 0
-        return self._owed is None and is_under_way and is_idle
+        return self._owed is None and is_idle and _is_under_way(loops)
 
     def _was_cut_short(self, trainer: Trainer, loops: Mapping[str, Any]) -> bool:
         """Tell whether training was stopped inside an epoch, which Lightning counts as done."""
@@ -462,7 +461,9 @@ class TrainingBook:
                 _warn_of_no_place(done)
             return
         self.place = place = Place.read(checkpoint[KEY])
-        if place.epoch == epoch and place.batches < done and not _is_ending(loops):
+        if place.epoch == epoch and not _is_under_way(loops):
+            leave_behind(loops["epoch_loop.batch_progress"])
+        elif place.epoch == epoch and place.batches < done:
             rewind(loops["epoch_loop.batch_progress"], place.batches)
         is_over = place.epoch > epoch
         self._owed = owed_after(
@@ -488,10 +489,10 @@ def _is_over(progress: Mapping[str, Any], num_batches: float | None) -> bool:
     return bool(is_last) and current["processed"] == current["ready"] > 0
 
 
-def _is_ending(loops: Mapping[str, Any]) -> bool:
-    """Tell whether it was saved in the end of an epoch, whose batches Lightning still counts."""
+def _is_under_way(loops: Mapping[str, Any]) -> bool:
+    """Tell whether an epoch is; else the counts of batches are those of the one before."""
     current = loops["epoch_progress"]["current"]
-    return bool(current["completed"] < current["processed"])
+    return bool(current["started"] == current["processed"] + 1)
 
 
 def _has_to_validate(loops: Mapping[str, Any]) -> bool:
