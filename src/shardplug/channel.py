@@ -104,6 +104,15 @@ class Channel:
             )
         return self._end.receive()
 
+    def leave(self, number: int) -> None:
+        """Take no more parcels of a pass, so that nobody waits for this rank; not on the reader.
+
+        Args:
+            number: The pass; nothing happens if another one has begun since.
+        """
+        if isinstance(self._end, Inbox):
+            self._end.leave(number)
+
     def interrupt(self) -> None:
         """Have calls that wait, and all until the next ``begin``, raise `InterruptError`.
 

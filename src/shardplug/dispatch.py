@@ -828,18 +828,21 @@ class DataLoaderDispatcher(PreparedLoader):
 
     def _received(self) -> Iterator[Dispatched]:
         """Receive this rank's batches of a pass."""
-        channel = self._channel
+        channel, number = self._channel, self._num_passes
         assert channel is not None  # there is a reader somewhere
         is_over = False
-        while not is_over:
-            parcel = channel.receive()
-            if not parcel:
-                return
-            arrival = Dispatched(*parcel)
-            del parcel
-            is_over = arrival.is_last
-            yield arrival
-            del arrival
+        try:
+            while not is_over:
+                parcel = channel.receive()
+                if not parcel:
+                    return
+                arrival = Dispatched(*parcel)
+                del parcel
+                is_over = arrival.is_last
+                yield arrival
+                del arrival
+        finally:
+            channel.leave(number)  # the others may go on
 
     def _taken(self, own: Ahead[Dispatched]) -> Iterator[Dispatched]:
         """Take this rank's batches from the thread that reads."""

@@ -87,6 +87,13 @@ class Inbox:
                 self._ready = None
             self._changed.notify_all()
 
+    def leave(self, number: int) -> None:
+        """Take no more of a pass: what is left of it is thrown away as it comes."""
+        with self._changed:
+            is_left = number == self._number
+        if is_left:
+            self.begin(number + 1)
+
     def interrupt(self) -> None:
         """Give up waiting for a parcel, until the next pass begins."""
         with self._changed:

@@ -861,6 +861,23 @@ def test_a_pass_may_be_left_early() -> None:
     assert run_ranks(2, rows) == [(2, due(0)), (2, due(1))]
 
 
+@pytest.mark.parametrize("leaver", [1, 2])
+def test_a_rank_that_leaves_a_pass_earlier_holds_up_nobody(leaver: int) -> None:
+    def leave(comm: LockstepComm) -> list[list[int]]:
+        loader = dispatched(DataLoader(numbers(24), 1), comm)
+        seen = []
+        for step, batch in enumerate(loader):
+            seen.append(batch.tolist())
+            if comm.rank == leaver and step == 1:
+                break
+        return seen + [batch.tolist() for batch in loader]
+
+    whole = [[[sample] for sample in range(rank, 24, 3)] for rank in range(3)]
+    due = [2 * each for each in whole]
+    due[leaver] = whole[leaver][:2] + whole[leaver]
+    assert run_ranks(3, leave, timeout_s=10) == due
+
+
 def test_training_and_validation_take_turns() -> None:
     def rows(comm: LockstepComm) -> Any:
         train = dispatched(DataLoader(numbers(12), 2), comm)
