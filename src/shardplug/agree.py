@@ -6,16 +6,18 @@ length.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from shardplug import rng
-from shardplug.comm import Comm
+from shardplug.comm import Comm, agree
 from shardplug.comm_torch import current_comm
 from shardplug.errors import BatchError, PlanError
+from shardplug.kinds import check_flag, check_integer, check_names
 from shardplug.packing import (
     Columns,
     Packed,
@@ -56,7 +58,7 @@ def gather(data: Any, *, comm: Comm | None = None) -> Any:
         >>> gather({"loss": torch.tensor(0.5), "names": ["a", "b"]})
         {'loss': tensor([0.5000]), 'names': ['a', 'b']}
     """
-    return _joined(_exchange(data, None, current_comm() if comm is None else comm), data)
+    return _joined(_exchange(lambda: data, None, current_comm() if comm is None else comm), data)
 
 
 def gather_for_metrics(data: Any, loader: PreparedLoader, *, comm: Comm | None = None) -> Any:
@@ -79,14 +81,14 @@ def gather_for_metrics(data: Any, loader: PreparedLoader, *, comm: Comm | None =
     Raises:
         PlanError: If ranks of the loader may take different numbers of steps, so that one would
             wait here for ever; at the first call, on all ranks. If no batch is out, or the loader
-            is a simulation.
+            is a simulation or not a prepared one.
         BatchError: If structure or dtypes differ between ranks, or a leaf does not have a multiple
             of the batch's rows.
         CommError: If a value cannot be pickled, or another rank failed.
     """
     _check_in_step(loader)
     ranks = loader.comm if comm is None else comm
-    by_rank = _exchange(_trimmed(data, loader), loader, ranks)
+    by_rank = _exchange(partial(_trimmed, data, loader), loader, ranks)
     if loader.is_in_step is None and len({each.num_steps for each in by_rank}) > 1:
         raise _out_of_step(loader)
     # One of each model-parallel group, in the order of the shards.
@@ -114,9 +116,12 @@ def synchronize_rng_states(
     Raises:
         PlanError: If a name is unknown, a device is not there, or "generator" has none.
     """
-    kinds = rng.check_rng_types(rng_types)
-    if "generator" in kinds and generator is None:
-        raise PlanError('`generator` must be given with "generator" in `rng_types`, got None.')
+    kinds = rng.check_rng_types(check_names("rng_types", rng_types))
+    if "generator" in kinds and not isinstance(generator, torch.Generator):
+        raise PlanError(
+            '`generator` must be a torch.Generator with "generator" in `rng_types`, got '
+            f"{generator!r:.80}."
+        )
     rng.synchronize(kinds, current_comm() if comm is None else comm, generator=generator)
 
 
@@ -136,15 +141,18 @@ def set_seed(
         comm: The ranks; None: those of this process.
 
     Raises:
-        PlanError: If ``seed`` is out of range.
+        PlanError: If ``seed`` is no integer or out of range, or a flag is none.
     """
+    seed = check_integer("seed", seed)
+    is_each_its_own = check_flag("device_specific", device_specific)
+    is_deterministic = check_flag("deterministic", deterministic)
     if not 0 <= seed < 2**63:
         raise PlanError(f"`seed` must be in [0, 2^63), got {seed}.")
-    if device_specific:
+    if is_each_its_own:
         ranks = current_comm() if comm is None else comm
         seed = mix_seed(seed, ranks.rank)
     rng.seed_all(seed)
-    if deterministic:
+    if is_deterministic:
         torch.use_deterministic_algorithms(True)
 
 
@@ -159,6 +167,8 @@ class _Given(NamedTuple):
 
 def _trimmed(data: Any, loader: PreparedLoader) -> Any:
     """Leave out what was made of padding."""
+    if not loader.num_rows:
+        raise PlanError("`loader` must have a batch out to gather, got one between passes.")
     num_rows = loader.num_rows
     tensors = side_by_side(data) if loader.valid_rows == num_rows else None
     if tensors and not any(each.dim() and len(each) % num_rows for each in tensors):
@@ -166,16 +176,20 @@ def _trimmed(data: Any, loader: PreparedLoader) -> Any:
     return trim_outputs(data, loader.valid_rows, num_rows)
 
 
-def _exchange(data: Any, loader: PreparedLoader | None, comm: Comm) -> list[_Given]:
-    """Give every rank what all have, after checking that it is of one structure."""
+def _exchange(make: Callable[[], Any], loader: PreparedLoader | None, comm: Comm) -> list[_Given]:
+    """Give every rank what all make, after checking that it is of one structure."""
     num_rows = 0 if loader is None else loader.valid_rows
     shard_index = comm.rank if loader is None else loader.shard.index
     num_steps = -1 if loader is None or loader.is_in_step is not None else len(loader)
     facts = (num_rows, shard_index, num_steps)
     if comm.world_size == 1:
-        return [_Given(data, *facts)]
-    sent = to_columns(data) or pack([map_leaves(_on_cpu, data)])
-    by_rank = [_Given(*told) for told in comm.all_gather_object((sent, *facts))]
+        return [_Given(make(), *facts)]
+
+    def give() -> tuple[Any, ...]:
+        data = make()
+        return to_columns(data) or pack([map_leaves(_on_cpu, data)]), *facts
+
+    by_rank = [_Given(*given) for given in agree(comm, give)]
     if _are_alike([each.data for each in by_rank]):
         return by_rank
     by_rank = [each._replace(data=_opened(each.data)) for each in by_rank]
@@ -225,14 +239,17 @@ def _beside_each_other(values: list[Any]) -> Any:
 
 def _check_in_step(loader: PreparedLoader) -> None:
     """Refuse a loader whose ranks may take different numbers of steps: one would wait for ever."""
+    if not isinstance(loader, PreparedLoader):
+        raise PlanError(
+            f"`loader` must be a prepared loader, got {type(loader).__name__}. Pass the one that "
+            "the loop is over."
+        )
     if loader.is_simulation:
         raise PlanError(
             "`loader` must read this process's own shard to gather, got shard "
             f"{loader.shard.index} of {loader.shard.count}, a simulation. "
             "Prepare it without num_processes and process_index."
         )
-    if not loader.num_rows:
-        raise PlanError("`loader` must have a batch out to gather, got one between passes.")
     if loader.is_in_step is False:
         raise _out_of_step(loader)
 
@@ -253,16 +270,16 @@ def _signature(data: Any) -> dict[str, str]:
     }
 
 
-def _is_item(path: str) -> bool:
-    """Tell whether a leaf is an item of a list, of which ranks may have different numbers."""
-    return path.rpartition(".")[2].isdigit()
+def _is_of_item(path: str) -> bool:
+    """Tell whether a leaf is, or is in, an item of a list, which may have more on other ranks."""
+    return any(key.isdigit() for key in path.split("."))
 
 
 def _check_alike(signatures: Sequence[dict[str, str]]) -> None:
     first = signatures[0]
     for rank, other in enumerate(signatures):
         for path in sorted(first.keys() ^ other.keys()):
-            if _is_item(path):
+            if _is_of_item(path):
                 continue
             has, lacks = (0, rank) if path in first else (rank, 0)
             raise BatchError(

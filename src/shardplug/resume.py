@@ -165,7 +165,13 @@ def read_rank_state(state: Any, comm: Comm, *, num_loaders: int) -> RankState:
             f"`sources` of the state must be those of {num_loaders} loaders, got {sources!r:.60}."
         )
     found = [tuple(map(decode_snapshot, each)) for each in sources]
-    return RankState(_restorable(own["rng"]), found)
+    try:
+        return RankState(_restorable(own["rng"]), found)
+    except (KeyError, TypeError, ValueError) as error:
+        raise StateError(
+            "`rng` of the state must be what gather_rank_states() put there, got "
+            f"{own.get('rng')!r:.60}. Leave rank_states out to go on without."
+        ) from error
 
 
 def _portable(states: dict[str, Any]) -> dict[str, Any]:

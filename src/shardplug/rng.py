@@ -212,8 +212,23 @@ def restore_process(states: dict[str, Any]) -> None:
     """Put the states from `capture_process` back in place.
 
     Raises:
-        StateError: If this process has another number of accelerator devices.
+        StateError: If this process has another number of accelerator devices, or its generators do
+            not take the states; they are then as they were.
     """
+    before = capture_process()
+    try:
+        _put_back(states)
+    except (AttributeError, RuntimeError, TypeError, ValueError) as error:
+        _put_back(before)
+        if isinstance(error, StateError):
+            raise
+        raise StateError(
+            f"`states` must be those of this process's generators, got some that they do not take: "
+            f"{error}. Leave them out."
+        ) from error
+
+
+def _put_back(states: dict[str, Any]) -> None:
     kept = dict(states)
     devices = kept.pop("accelerator", [])
     module = _accelerator_module()

@@ -373,3 +373,27 @@ def test_columns_must_have_a_multiple_of_the_rows(wrap: Callable[[Any], Any]) ->
     for _ in loader:
         with pytest.raises(BatchError, match="has 3 rows for the 2 rows of the batch"):
             gather_for_metrics(wrap(numbers(3)), loader)
+
+
+def test_lists_of_dicts_may_be_of_another_length_on_each_rank() -> None:
+    def of_samples(ids: list[int]) -> Any:
+        """One dict for each sample, as detectors return: its boxes, as many as there are."""
+        return {
+            "found": [{"boxes": torch.full((each + 3, 4), each)} for each in ids],
+            "notes": [{"id": each} for each in ids],
+        }
+
+    def body(comm: LockstepComm) -> list[Any]:
+        loader = prepare_data_loader(DataLoader(numbers(5), 3), comm=comm)
+        return [
+            gather_for_metrics(of_samples(batch.tolist()), loader, comm=comm) for batch in loader
+        ]
+
+    for (gathered,) in run_ranks(2, body):
+        assert str(gathered) == str(of_samples([0, 1, 2, 3, 4]))
+
+
+def test_a_loader_that_is_not_prepared() -> None:
+    plain: Any = DataLoader(numbers(2))
+    with pytest.raises(PlanError, match="`loader` must be a prepared loader, got DataLoader"):
+        gather_for_metrics(torch.arange(1), plain)

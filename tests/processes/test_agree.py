@@ -89,6 +89,27 @@ def test_a_seed_out_of_range(seed: int) -> None:
         set_seed(seed)
 
 
+@pytest.mark.parametrize("seed", [1.5, "7", None, True])
+def test_a_seed_that_is_none_seeds_nothing(seed: Any) -> None:
+    set_seed(3)
+    expected = draw()
+    set_seed(3)
+    with pytest.raises(PlanError, match=r"`seed` must be an integer, got"):
+        set_seed(seed)
+    with pytest.raises(PlanError, match=r"`device_specific` must be True or False, got 'each'\."):
+        set_seed(4, "each")  # type: ignore[arg-type]
+    with pytest.raises(PlanError, match=r"`deterministic` must be True or False, got 1\."):
+        set_seed(4, deterministic=1)  # type: ignore[arg-type]
+    assert draw() == expected
+
+
+def test_a_seed_may_be_numpys() -> None:
+    set_seed(2**62 + 1)
+    expected = draw()
+    set_seed(np.int64(2**62 + 1))
+    assert draw() == expected
+
+
 def test_deterministic_algorithms() -> None:
     assert not torch.are_deterministic_algorithms_enabled()
     try:
@@ -99,5 +120,38 @@ def test_deterministic_algorithms() -> None:
 
 
 def test_a_generator_that_is_not_there() -> None:
-    with pytest.raises(PlanError, match="`generator` must be given"):
+    with pytest.raises(PlanError, match=r"`generator` must be a torch.Generator .* got None"):
         synchronize_rng_states(["generator"])
+    with pytest.raises(PlanError, match=r"`generator` must be a torch.Generator .* got 5\."):
+        synchronize_rng_states(["generator"], 5)  # type: ignore[arg-type]
+    with pytest.raises(PlanError, match=r"`rng_types` must be a sequence of names, got 'torch'\."):
+        synchronize_rng_states("torch")
+
+
+def one_rank_goes_wrong(comm: Comm, wrong: int, how: str) -> list[str]:
+    """Gather where one rank cannot, and go on; what every rank saw."""
+    numbers: Any = torch.arange(8)
+    loader = prepare_data_loader(DataLoader(numbers, batch_size=2), comm=comm)
+    batches = iter(loader)
+    batch = next(batches)
+    seen = []
+    if comm.rank == wrong and how == "between passes":
+        list(batches)
+    try:
+        is_short = comm.rank == wrong and how == "rows"
+        gather_for_metrics(torch.ones(3) if is_short else batch, loader, comm=comm)
+    except (BatchError, PlanError, CommError) as error:
+        seen.append(f"{type(error).__name__}: {error}")
+    return [*seen, *comm.all_gather_object("together")]
+
+
+@pytest.mark.parametrize("wrong", [0, 1])
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [("rows", "has 3 rows for the 2 rows"), ("between passes", "must have a batch out")],
+)
+def test_what_one_rank_cannot_gather_is_an_error_on_all(how: str, message: str, wrong: int) -> None:
+    by_rank = run_processes(2, one_rank_goes_wrong, wrong, how)
+    assert [seen[1:] for seen in by_rank] == [["together", "together"]] * 2
+    assert all(message in seen[0] for seen in by_rank)
+    assert f"CommError: Another rank could not go on: rank {wrong}" in by_rank[1 - wrong][0]

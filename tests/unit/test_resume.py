@@ -289,18 +289,40 @@ def test_what_does_not_fit_is_named_and_changes_nothing(
         ("ranks", [], "`ranks` of the state must be a list of 1, got []."),
         ("ranks", ["text"], "`ranks` of the state must be as it was saved, got 'text'."),
         ("ranks", ['json:{"rng": 1}'], "`sources` of the state must be those of 2 loaders, got No"),
+        (
+            "ranks",
+            ['json:{"sources": [[], []]}'],
+            "`rng` of the state must be what gather_rank_sta",
+        ),
+        (
+            "ranks",
+            ['json:{"sources": [[], []], "rng": {"torch": 1}}'],
+            "`rng` of the state must be what gather_rank_states() put there, got {'torch': 1}. Lea",
+        ),
+        (
+            "ranks",
+            ['json:{"sources": [[], []], "rng": {"python": [3, [1], null]}}'],
+            "`states` must be those of this process's generators, got some that they do not take: ",
+        ),
+        (
+            "ranks",
+            ['json:{"sources": [[], []], "rng": {"python": [3, [], null], "accelerator": [1]}}'],
+            "`states` must be of a process with the 0 accelerator devices that are here, got 1.",
+        ),
         ("ranks", ["torch:AAAA"], "`ranks` of the state must be as it was saved, got text that c"),
     ],
 )
 def test_damaged_states_of_ranks_change_nothing(path: str, value: Any, message: str) -> None:
-    run = Run()
-    saved = run.engine.gather_rank_states()
+    run, other = Run(), Run()
+    saved, before = run.engine.gather_rank_states(), run.engine.state_dict()
+    next(other.go())
     torch.manual_seed(3)
     due = torch.rand(())
     torch.manual_seed(3)
     with pytest.raises(StateError) as caught:
-        run.engine.load_state_dict(run.engine.state_dict(), changed(saved, path, value))
+        run.engine.load_state_dict(other.engine.state_dict(), changed(saved, path, value))
     assert str(caught.value).startswith(message)
+    assert run.engine.state_dict() == before
     assert torch.rand(()) == due
 
 

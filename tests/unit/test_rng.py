@@ -203,6 +203,17 @@ def test_all_generators_of_a_process_can_be_put_back() -> None:
     assert draw() == first
 
 
+def test_states_that_a_generator_does_not_take_change_none() -> None:
+    states, others = rng.capture_process(), {"python": (3, (1,), None), "torch": torch.ones(1)}
+    random.random()
+    torch.rand(())
+    before = random.getstate(), torch.get_rng_state().tolist()
+    for name, damaged in others.items():
+        with pytest.raises(StateError, match="`states` must be those of this process's generators"):
+            rng.restore_process({**states, name: damaged})
+        assert (random.getstate(), torch.get_rng_state().tolist()) == before
+
+
 def test_every_device_of_the_accelerator_is_read_and_written(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
