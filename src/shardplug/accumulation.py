@@ -47,6 +47,11 @@ class MicroBatch:
         """Whether no further batch has come since."""
         return self.loader.pass_number == self.pass_number and self.loader.step == self.step
 
+    def is_abandoned_for(self, other: MicroBatch) -> bool:
+        """Tell whether its window was left open by a pass, and another one begins a new window."""
+        is_of_new_pass = self.loader is other.loader and self.pass_number != other.pass_number
+        return is_of_new_pass and not self.window.closes and other.window.index == 0
+
     @property
     def share(self) -> float:
         """What a mean loss weighs if all micro-batches of the window are alike."""
@@ -116,6 +121,8 @@ def synchronising(models: Sequence[Any], *, is_needed: bool) -> Iterator[None]:
         for model in models:
             if isinstance(model, _CanSwitchSync):
                 model.set_requires_gradient_sync(is_needed)
+                if not is_needed:  # as DDP does at the end of its `no_sync`
+                    stack.callback(model.set_requires_gradient_sync, True)
             elif isinstance(model, _CanSkipSync) and not is_needed:
                 stack.enter_context(model.no_sync())
         yield

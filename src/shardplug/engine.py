@@ -16,7 +16,7 @@ from shardplug.comm import Comm
 from shardplug.comm_torch import current_comm, local_device, start_process_group
 from shardplug.dividing import own_shard
 from shardplug.errors import PlanError
-from shardplug.kinds import check_count, check_has
+from shardplug.kinds import check_count
 from shardplug.optimizer import ScalerAwareOptimizer
 from shardplug.options import check_options
 from shardplug.plan.cursor import OpenWindow
@@ -136,7 +136,8 @@ class ShardEngine:
             comm=comm,
         )
         window = check_count("gradient_accumulation_steps", gradient_accumulation_steps, least=1)
-        check_has("scaler", scaler, ("scale", "step", "update"), what="torch.amp.GradScaler")
+        if scaler is not None and not isinstance(scaler, GradScaler):
+            raise PlanError(f"`scaler` must be a torch.amp.GradScaler or None, got {scaler!r:.80}.")
         if scheduler_unit not in get_args(Unit):
             raise PlanError(
                 f"`scheduler_unit` must be 'batches' or 'updates', got {scheduler_unit!r}."
@@ -150,7 +151,9 @@ class ShardEngine:
         self._shard = own_shard(self._ranks(), torch_device_mesh, data_axes)
         self._loaders: list[PreparedLoader] = []
         self._optimizers: list[ScalerAwareOptimizer] = []
-        self._micro_batch: MicroBatch | None = None
+        self._schedulers: list[StepSyncedScheduler] = []
+        self._micro_batch: MicroBatch | None = None  # the latest
+        self._entered: MicroBatch | None = None  # that of the `accumulate` under way
         self._split_batches: bool = options["split_batches"]
         self._options = options
 
@@ -197,22 +200,34 @@ class ShardEngine:
             What was prepared, in order; a single object if one was given.
 
         Raises:
-            PlanError: If an object is of another kind, an optimizer has been prepared already, or
-                the optimizer of a schedule has not been; before anything is prepared.
+            PlanError: If an object is of another kind, an optimizer or a schedule is there twice or
+                has been prepared already, the optimizer of a schedule has not been, or a loader
+                cannot be prepared. Nothing is prepared then.
+            CommError: If ranks were given different loaders, or another rank failed; likewise.
         """
         for place, given in enumerate(objects, start=1):
             self._check(given, place, objects)
+        known: tuple[list[Any], ...] = (self._loaders, self._optimizers, self._schedulers)
+        before = [len(each) for each in known]
+        try:
+            prepared = self._prepare_all(objects)
+        except BaseException:
+            for each, length in zip(known, before, strict=True):
+                del each[length:]
+            raise
+        return prepared[0] if len(prepared) == 1 else prepared
+
+    def _prepare_all(self, objects: Sequence[Any]) -> tuple[Any, ...]:
         # Schedules come last: each needs the wrapper of its optimizer.
         wrapped = {
             id(given): self._wrap_optimizer(given)
             for given in objects
             if isinstance(given, torch.optim.Optimizer)
         }
-        prepared = tuple(
+        return tuple(
             wrapped[id(given)] if id(given) in wrapped else self._prepare_one(given)
             for given in objects
         )
-        return prepared[0] if len(prepared) == 1 else prepared
 
     def prepare_loader(self, loader: DataLoader[Any], **options: Any) -> PreparedLoader:
         """Prepare one loader, with options of its own.
@@ -275,11 +290,30 @@ class ShardEngine:
                 "`accumulate` must be entered in the loop over a prepared loader, got no pass "
                 "under way. Prepare the loader that the loop is over with this engine."
             )
-        self._micro_batch = found
+        outer, latest = self._entered, self._micro_batch
+        if latest is not None and outer is None and latest.is_abandoned_for(found):
+            for optimizer in self._optimizers:
+                optimizer.drop_window()
+        self._enter(found)
+        try:
+            with synchronising(models, is_needed=found.window.closes):
+                yield
+        finally:
+            self._entered = None
+            if outer is not None:
+                self._enter(outer)
+
+    def _enter(self, micro_batch: MicroBatch) -> None:
+        self._entered = self._micro_batch = micro_batch
         for optimizer in self._optimizers:
-            optimizer.window = found.window
-        with synchronising(models, is_needed=found.window.closes):
-            yield
+            optimizer.window = micro_batch.window
+
+    def _current(self) -> MicroBatch | None:
+        """Find the micro-batch that is at work: within `accumulate`, or after it on its batch."""
+        latest = self._micro_batch
+        if latest is None or latest is self._entered or latest.is_out:
+            return latest
+        return None
 
     def backward(self, loss: torch.Tensor, valid_rows: int | None = None, **options: Any) -> None:
         """Compute the gradients of a loss, scaled for its part in the window and by the scaler.
@@ -300,9 +334,12 @@ class ShardEngine:
             PlanError: If ``valid_rows`` is given outside of `accumulate`, or its loader does not
                 know the rows of a step.
         """
+        found = self._current()
         for optimizer in self._optimizers:
+            if found is None:
+                optimizer.window = None  # of a batch that is gone
             optimizer.before_backward()
-        share = self._share(valid_rows)
+        share = _share(found, valid_rows)
         if share != 1:
             loss = loss * share
         if self.scaler is not None:
@@ -333,7 +370,8 @@ class ShardEngine:
             held = (each for group in optimizer.param_groups for each in group["params"])
             if any(id(parameter) in clipped for parameter in held):
                 optimizer.unscale_gradients()
-        if self._micro_batch is not None and not self._micro_batch.window.closes:
+        found = self._current()
+        if found is not None and not found.window.closes:
             gradients = [each.grad for each in given if each.grad is not None]
             return torch.nn.utils.get_total_norm(gradients, norm_type)
         return torch.nn.utils.clip_grad_norm_(given, max_norm, norm_type)
@@ -471,54 +509,40 @@ class ShardEngine:
             loader.read_state(given, own)
             for loader, given, own in zip(loaders, states, own_state.sources, strict=True)
         ]
+        if own_state.rng is not None:
+            restore_process(own_state.rng)  # first, since it may refuse
         for place, (own, (start, seed)) in enumerate(zip(loaders, starts, strict=True)):
             own.go_to(start, seed, open_.window if place == open_.loader else None)
-        if own_state.rng is not None:
-            restore_process(own_state.rng)
-
-    def _share(self, valid_rows: int | None) -> float:
-        found = self._micro_batch
-        if found is not None and not found.is_out:
-            found = None
-        if valid_rows is None:
-            return 1.0 if found is None else found.share
-        if found is None:
-            raise PlanError(
-                f"`valid_rows` must come with a window, got {valid_rows} outside of accumulate(). "
-                "Call backward() within it."
-            )
-        return found.share_of(valid_rows)
 
     def _check(self, given: Any, place: int, objects: Sequence[Any]) -> None:
         if isinstance(given, (DataLoader, torch.nn.Module)):
             return
-        if isinstance(given, ScalerAwareOptimizer):
+        is_optimizer = isinstance(given, torch.optim.Optimizer)
+        if isinstance(given, type) or not (is_optimizer or isinstance(given, _Schedule)):
+            name = f"the class {given.__name__}" if isinstance(given, type) else _kind_of(given)
             raise PlanError(
-                f"`objects` must hold optimizers that are not prepared yet, got one as number "
-                f"{place} that is. Prepare each optimizer once."
+                "`objects` must be DataLoaders, optimizers, schedules or modules, got "
+                f"{name} as number {place}."
             )
-        if isinstance(given, torch.optim.Optimizer):
-            if any(given is own.optimizer for own in self._optimizers):
-                raise PlanError(
-                    "`objects` must hold optimizers that are not prepared yet, got "
-                    f"{type(given).__name__} as number {place}, which has been. Use what prepare() "
-                    "returned."
-                )
+        known = [own.optimizer for own in self._optimizers]
+        prepared = [*known, *(own.scheduler for own in self._schedulers), *objects[: place - 1]]
+        if isinstance(given, (ScalerAwareOptimizer, StepSyncedScheduler)) or any(
+            given is each for each in prepared
+        ):
+            what = "optimizers" if is_optimizer else "schedules"
+            raise PlanError(
+                f"`objects` must hold {what} that are not prepared yet, got {_kind_of(given)} as "
+                f"number {place}, which has been. Give each once, and use what prepare() returned."
+            )
+        if is_optimizer:
             return
-        if isinstance(given, _Schedule):
-            optimizer = getattr(given, "optimizer", None)
-            known = [*objects, *self._optimizers, *(own.optimizer for own in self._optimizers)]
-            if not any(optimizer is each for each in known):
-                raise PlanError(
-                    f"`objects` must hold schedules of prepared optimizers, got "
-                    f"{type(given).__name__} as number {place}, whose optimizer is not. Prepare "
-                    "the optimizer in the same call, or before."
-                )
-            return
-        raise PlanError(
-            "`objects` must be DataLoaders, optimizers, schedules or modules, got "
-            f"{type(given).__name__} as number {place}."
-        )
+        optimizer = getattr(given, "optimizer", None)
+        if not any(optimizer is each for each in (*objects, *self._optimizers, *known)):
+            raise PlanError(
+                f"`objects` must hold schedules of prepared optimizers, got {_kind_of(given)} as "
+                f"number {place}, whose optimizer is not. Prepare the optimizer in the same call, "
+                "or before."
+            )
 
     def _wrap_optimizer(self, optimizer: torch.optim.Optimizer) -> ScalerAwareOptimizer:
         wrapper = ScalerAwareOptimizer(optimizer, scaler=self.scaler)
@@ -532,10 +556,27 @@ class ShardEngine:
             return self.prepare_loader(given)
         of = given.optimizer
         wrapper = next(own for own in self._optimizers if of is own or of is own.optimizer)
-        return StepSyncedScheduler(
+        scheduler = StepSyncedScheduler(
             given,
             wrapper,
             split_batches=self._split_batches,
             num_processes=self._shard.count,
             unit=self._scheduler_unit,
         )
+        self._schedulers.append(scheduler)
+        return scheduler
+
+
+def _kind_of(given: object) -> str:
+    return type(given).__name__
+
+
+def _share(found: MicroBatch | None, valid_rows: int | None) -> float:
+    if valid_rows is None:
+        return 1.0 if found is None else found.share
+    if found is None:
+        raise PlanError(
+            f"`valid_rows` must come with a window, got {valid_rows!r} outside of accumulate(). "
+            "Call backward() within it."
+        )
+    return found.share_of(valid_rows)

@@ -18,6 +18,7 @@ from torch.amp.grad_scaler import GradScaler, OptState
 from torch.utils.hooks import RemovableHandle
 
 from shardplug.errors import PlanError
+from shardplug.kinds import check_flag
 from shardplug.plan.window import StepKind, StepOutcome, Window
 
 
@@ -80,8 +81,8 @@ class ScalerAwareOptimizer(torch.optim.Optimizer):
                 they are.
 
         Raises:
-            PlanError: If ``optimizer`` is wrapped already or is no torch optimizer, or ``scaler``
-                is no gradient scaler.
+            PlanError: If ``optimizer`` is wrapped already or is no torch optimizer, or another
+                argument is of the wrong kind.
         """
         if isinstance(optimizer, ScalerAwareOptimizer):
             raise PlanError(
@@ -96,7 +97,7 @@ class ScalerAwareOptimizer(torch.optim.Optimizer):
             raise PlanError(
                 f"`scaler` must be a torch.amp.GradScaler or None, got {type(scaler).__name__}."
             )
-        self._take(optimizer, device_placement, scaler)
+        self._take(optimizer, check_flag("device_placement", device_placement), scaler)
 
     def _take(
         self, optimizer: torch.optim.Optimizer, device_placement: bool, scaler: GradScaler | None
@@ -150,16 +151,17 @@ class ScalerAwareOptimizer(torch.optim.Optimizer):
 
     @window.setter
     def window(self, window: Window | None) -> None:
-        self._log.window = window
-        self._log.is_touched = False
+        log = self._log
+        log.window = window
+        if window is not None and window.closes and window.micro_batches > 1:
+            log.num_writes = _count_writes(self.optimizer)
 
     def before_backward(self) -> None:
         """Settle what an earlier step left open; to be called before a loss is scaled.
 
-        Updates the scale if that is still owed, and marks the micro-batch as begun. Whoever calls
-        ``backward`` for the user calls this first.
+        Updates the scale if that is still owed. Whoever calls ``backward`` for the user calls this
+        first.
         """
-        self._log.is_touched = True
         if self._member is not None:
             self._member.round.settle()
 
@@ -227,6 +229,13 @@ class ScalerAwareOptimizer(torch.optim.Optimizer):
         member.end_step(counted=counted)
         return result if closure is None else loss
 
+    def drop_window(self) -> None:
+        """Let the next ``zero_grad()`` clear what is held of a window that is not to be completed.
+
+        To be called by whoever accumulates gradients, when a pass was left inside a window.
+        """
+        self._log.is_applied = True
+
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Clear the gradients, unless they are those of a window that is not complete yet.
 
@@ -235,7 +244,7 @@ class ScalerAwareOptimizer(torch.optim.Optimizer):
         Args:
             set_to_none: As in torch. None: the inner optimizer's default.
         """
-        if not self._log.may_clear():
+        if not self._may_clear():
             return
         if set_to_none is None:
             self.optimizer.zero_grad()
@@ -244,6 +253,14 @@ class ScalerAwareOptimizer(torch.optim.Optimizer):
         self._log.is_applied = False
         if self._member is not None:
             self._member.drop()
+
+    def _may_clear(self) -> bool:
+        log, window = self._log, self._log.window
+        if window is None or window.micro_batches == 1 or log.is_applied:
+            return True
+        # Before the closing micro-batch's own backward pass, what is held is the sum of the earlier
+        # ones; after it, the user means to drop the window.
+        return window.closes and log.num_writes != _count_writes(self.optimizer)
 
     def train(self) -> None:
         """Tell a schedule-free optimizer that training goes on; others have no modes."""
@@ -397,9 +414,9 @@ class _Log:
         "found_inf",
         "is_applied",
         "is_inside",
-        "is_touched",
         "last",
         "num_unread",
+        "num_writes",
         "window",
     )
 
@@ -409,7 +426,7 @@ class _Log:
         self.is_inside = False  # the scaler is calling the wrapper back
         self.found_inf: Any = None  # what it left for that step; True if it does not call
         self.is_applied = False  # the held gradients have been stepped with
-        self.is_touched = False  # a backward pass or a step came by in this micro-batch
+        self.num_writes = 0  # to the gradients, when the closing micro-batch began
         self.last = StepOutcome(StepKind.ACCUMULATING)
         self._skipped: torch.Tensor | bool = False  # the last verdict; a bool when it is known
         # Where a kernel decides on the device: how many steps nobody has asked about yet, and how
@@ -418,13 +435,13 @@ class _Log:
         self._num_skipped: torch.Tensor | int = 0
 
     def accumulate(self) -> None:
-        self.is_touched, self.is_applied = True, False
+        self.is_applied = False
         if self.last.kind is not StepKind.ACCUMULATING:
             self.last = self.last._replace(kind=StepKind.ACCUMULATING)
 
     def close(self, found_inf: Any) -> None:
         """Note the end of a window: nothing or zero where a step was taken, else what was found."""
-        self.is_touched = self.is_applied = True
+        self.is_applied = True
         self.closed_at = time.monotonic_ns()
         window = self.window
         micro_batches = 1 if window is None else window.micro_batches
@@ -457,14 +474,6 @@ class _Log:
 
     def restore(self, outcome: StepOutcome, *, skipped: bool) -> None:
         self.last, self._skipped = outcome, skipped
-
-    def may_clear(self) -> bool:
-        window = self.window
-        if window is None or self.is_applied:
-            return True
-        # Before the closing micro-batch's own backward pass, what is held is the sum of the earlier
-        # ones; after it, the user means to drop the window.
-        return window.closes and (self.is_touched or window.micro_batches == 1)
 
 
 class _Member:
@@ -652,6 +661,12 @@ def _mark(gradient: torch.Tensor | None) -> _Mark | None:
     if gradient is None:
         return None
     return weakref.ref(gradient), gradient._version  # noqa: SLF001 (autograd's counter of writes)
+
+
+def _count_writes(optimizer: torch.optim.Optimizer) -> int:
+    """Count what has been written to the gradients; it tells whether a backward pass came by."""
+    held = (each.grad for group in optimizer.param_groups for each in group["params"])
+    return sum([1 + grad._version for grad in held if grad is not None])  # noqa: SLF001 (as above)
 
 
 def _is_marked(gradient: torch.Tensor | None, mark: _Mark | None) -> bool:

@@ -15,6 +15,7 @@ import torch
 from torch.optim import lr_scheduler as schedules
 
 from shardplug.errors import PlanError
+from shardplug.kinds import check_count, check_flag
 from shardplug.optimizer import ScalerAwareOptimizer
 
 Unit = Literal["batches", "updates"]
@@ -95,14 +96,16 @@ class StepSyncedScheduler(schedules.LRScheduler):
         Raises:
             PlanError: If ``scheduler`` is wrapped already, is no schedule, or is one of an
                 optimizer that is not among ``optimizers``; if ``optimizers`` is empty or has one
-                that is not wrapped; if ``num_processes`` or ``unit`` is out of range.
+                that is not wrapped; if another argument is of the wrong kind or out of range.
         """
         if isinstance(optimizers, torch.optim.Optimizer):
             optimizers = [optimizers]
         _check_schedule(scheduler)
         _check_optimizers(scheduler, optimizers)
-        if num_processes is not None and num_processes < 1:
-            raise PlanError(f"`num_processes` must be at least 1, got {num_processes}.")
+        step_with_optimizer = check_flag("step_with_optimizer", step_with_optimizer)
+        split_batches = check_flag("split_batches", split_batches)
+        if num_processes is not None:
+            num_processes = check_count("num_processes", num_processes, least=1)
         if unit not in get_args(Unit):
             raise PlanError(f"`unit` must be 'batches' or 'updates', got {unit!r}.")
         self.scheduler = scheduler
@@ -236,14 +239,23 @@ def _check_schedule(scheduler: Any) -> None:
             "`scheduler` must be a schedule that is not wrapped yet, got a StepSyncedScheduler. "
             "Prepare each schedule once."
         )
-    if not isinstance(scheduler, _Schedule):
+    if not isinstance(scheduler, _Schedule) or isinstance(scheduler, type):
         raise PlanError(
             "`scheduler` must be one of torch's schedules or have `step`, `state_dict` and "
-            f"`load_state_dict`, got {type(scheduler).__name__}."
+            f"`load_state_dict`, got {_kind_of(scheduler)}."
         )
 
 
-def _check_optimizers(scheduler: Any, optimizers: Sequence[Any]) -> None:
+def _kind_of(given: Any) -> str:
+    return f"the class {given.__name__}" if isinstance(given, type) else type(given).__name__
+
+
+def _check_optimizers(scheduler: Any, optimizers: Any) -> None:
+    if not isinstance(optimizers, Sequence):
+        raise PlanError(
+            "`optimizers` must be wrapped optimizers, or one, got "
+            f"{_kind_of(optimizers)}. Prepare the optimizer with its schedule."
+        )
     if not optimizers:
         raise PlanError("`optimizers` must name at least one optimizer, got none.")
     for optimizer in optimizers:
@@ -386,6 +398,8 @@ class _FormulaClock(_Clock):
         try:
             rates = formula()
         except ZeroDivisionError:  # of `total_iters=0`, a schedule that is over before it begins
+            return False
+        if len(rates) != len(groups):  # a group was added since, of which the formula knows nothing
             return False
         return all(
             abs(group["lr"] - rate) <= 1e-9 * abs(rate) + 1e-12 * abs(base)

@@ -166,6 +166,122 @@ def test_a_loss_that_is_no_number_skips_its_window_alone() -> None:
     assert weight.item() == -2
 
 
+@pytest.mark.parametrize("clear", ["at the top", "at the end"])
+def test_an_optimizer_keeps_its_gradients_while_another_ones_loss_comes_first(clear: str) -> None:
+    # As of a generator and its critic: each clears, computes and steps in turn.
+    engine, critic, first, loader = new_parts(2, rows(4))
+    generator = torch.nn.Parameter(torch.zeros(1))
+    second = engine.prepare(torch.optim.SGD([generator], lr=1.0))
+    for batch in loader:
+        with engine.accumulate():
+            for weight, optimizer in ((critic, first), (generator, second)):
+                if clear == "at the top":
+                    optimizer.zero_grad()
+                engine.backward((weight * batch).mean())
+                optimizer.step()
+                if clear == "at the end":
+                    optimizer.zero_grad()
+    assert [critic.item(), generator.item()] == [-2, -2]
+
+
+def test_nothing_is_carried_on_from_a_window_that_was_left_open() -> None:
+    engine, weight, optimizer, loader = new_parts(2, rows(4))
+    for is_left_early in (True, False):
+        for batch in loader:
+            with engine.accumulate():
+                optimizer.zero_grad()
+                engine.backward((weight * batch).mean())
+                optimizer.step()
+            if is_left_early:
+                break
+    assert weight.item() == -2
+
+
+def test_a_window_that_goes_on_after_a_resume_keeps_what_it_holds() -> None:
+    engine, weight, optimizer, loader = new_parts(2, rows(4))
+    for part in range(2):
+        for batch in loader:
+            with engine.accumulate():
+                optimizer.zero_grad()
+                engine.backward((weight * batch).mean())
+                optimizer.step()
+            if part == 0:
+                engine.load_state_dict(engine.state_dict())
+                break
+    assert weight.item() == -2
+
+
+def test_after_a_window_that_was_left_open_a_loop_without_windows_steps_and_clips() -> None:
+    engine, weight, optimizer, loader = new_parts(2, rows(4))
+    for batch in loader:
+        with engine.accumulate():
+            engine.backward((weight * batch).mean())
+        break
+    optimizer.optimizer.zero_grad()
+    for batch in loader:
+        engine.backward((weight * batch).mean())
+        engine.clip_grad_norm_([weight], 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert weight.item() == pytest.approx(-4 * 0.5, rel=1e-5)
+
+
+def test_the_next_batch_may_be_fetched_within_a_window() -> None:
+    engine, weight, optimizer, loader = new_parts(2, rows(4))
+    batches = iter(loader)
+    batch = next(batches)
+    while batch is not None:
+        with engine.accumulate():
+            loss = (weight * batch).mean()
+            batch = next(batches, None)
+            engine.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert weight.item() == -2
+
+
+def test_a_window_is_the_outer_loops_again_after_an_inner_one() -> None:
+    engine, weight, optimizer, loader = new_parts(2, rows(4))
+    other = torch.nn.Parameter(torch.zeros(1))
+    its_optimizer, its_loader = engine.prepare(
+        torch.optim.SGD([other], lr=1.0), DataLoader(rows(3), 1)
+    )
+    for batch in loader:
+        with engine.accumulate():
+            for its_batch in its_loader:
+                with engine.accumulate():
+                    engine.backward((other * its_batch).mean())
+                    its_optimizer.step()
+                    its_optimizer.zero_grad()
+            engine.backward((weight * batch).mean())
+            optimizer.step()
+            optimizer.zero_grad()
+    assert (weight.item(), optimizer.outcome.num_steps) == (-2, 2)
+    assert (other.item(), its_optimizer.outcome.num_steps) == (-8, 8)
+
+
+class Sharded(torch.nn.Linear):
+    """Is told whether to synchronise, as the modules of FSDP2 are."""
+
+    syncs = True
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
+        self.syncs = requires_gradient_sync
+
+
+def test_a_model_synchronises_again_after_a_window_that_was_left() -> None:
+    engine, _, _, loader = new_parts(2, rows(2))
+    model = Sharded(1, 1)
+    for _ in loader:
+        with (
+            pytest.raises(RuntimeError, match="in between, syncs: False"),
+            engine.accumulate(model),
+        ):
+            raise RuntimeError(f"in between, syncs: {model.syncs}")
+        break
+    assert model.syncs
+
+
 def test_no_pass_under_way() -> None:
     engine, *_ = new_parts(2, rows(2))
     with pytest.raises(PlanError, match="no pass under way"), engine.accumulate():

@@ -353,6 +353,15 @@ def test_an_epoch_set_on_one_engines_loader_leaves_the_others_alone() -> None:
 # Errors.
 
 
+class Like:
+    """Has what a scaler has."""
+
+    scale = step = update = None
+
+    def __repr__(self) -> str:
+        return "Like()"
+
+
 WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     "tail": (
         lambda: ShardEngine(tail="even"),
@@ -385,6 +394,10 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     "a flag of a loader": (
         lambda: ShardEngine().prepare_loader(loader_over(4), put_on_device="no"),
         r"`put_on_device` must be True or False, got 'no'\.",
+    ),
+    "no scaler but like one": (
+        lambda: ShardEngine(scaler=Like()),  # type: ignore[arg-type]
+        r"`scaler` must be a torch\.amp\.GradScaler or None, got Like\(\)\.",
     ),
     "no loader": (
         lambda: ShardEngine().prepare_loader([[0, 1]]),  # type: ignore[arg-type]
@@ -422,6 +435,16 @@ def test_nothing_is_prepared_when_one_object_does_not_fit() -> None:
         return comm.calls[len(before) :]
 
     assert run_ranks(2, body) == [[], []]
+
+
+def test_nothing_is_prepared_when_a_loader_cannot_be() -> None:
+    engine, optimizer = ShardEngine(), descent(one_weight())
+    good, bad = loader_over(4), loader_over(4, num_workers=1, in_order=False)
+    with pytest.raises(PlanError, match="`in_order` must be True"):
+        engine.prepare(optimizer, halving(optimizer), good, bad)
+    assert engine.state_dict()["loaders"] == []
+    prepared, _ = engine.prepare(optimizer, good)
+    assert prepared.optimizer is optimizer
 
 
 def test_batches_that_cannot_be_split_are_an_error_on_every_rank() -> None:
@@ -605,6 +628,24 @@ def prepare_twice() -> None:
     engine.prepare(loader_over(2), optimizer)
 
 
+def prepare_one_twice_at_once() -> None:
+    optimizer = descent(one_weight())
+    ShardEngine().prepare(optimizer, optimizer)
+
+
+def prepare_a_schedule_twice() -> None:
+    engine, optimizer = ShardEngine(), descent(one_weight())
+    schedule = halving(optimizer)
+    engine.prepare(optimizer, schedule)
+    engine.prepare(schedule)
+
+
+def prepare_a_prepared_schedule() -> None:
+    engine, optimizer = ShardEngine(), descent(one_weight())
+    _, schedule = engine.prepare(optimizer, halving(optimizer))
+    engine.prepare(loader_over(2), schedule)
+
+
 def prepare_a_prepared_one() -> None:
     engine = ShardEngine()
     engine.prepare(engine.prepare(descent(one_weight())))
@@ -631,6 +672,16 @@ WRONG_STEPS: dict[str, tuple[Callable[[], Any], str]] = {
         r"`scheduler_unit` must be 'batches' or 'updates', got 'epochs'\.",
     ),
     "an optimizer twice": (prepare_twice, r"not prepared yet, got SGD as number 2"),
+    "an optimizer twice at once": (prepare_one_twice_at_once, r"not prepared yet, got SGD .*ber 2"),
+    "a schedule twice": (
+        prepare_a_schedule_twice,
+        r"`objects` must hold schedules that are not prepared yet, got StepLR as number 1, which",
+    ),
+    "a prepared schedule": (prepare_a_prepared_schedule, r"not prepared yet, got StepS.*number 2"),
+    "a class": (
+        lambda: ShardEngine().prepare(torch.optim.SGD),
+        r"`objects` must be .*modules, got the class SGD as number 1\.",
+    ),
     "a prepared optimizer": (prepare_a_prepared_one, r"not prepared yet, got .*number 1"),
     "a schedule alone": (
         lambda: ShardEngine().prepare(halving(descent(one_weight()))),

@@ -1133,3 +1133,5 @@ def test_it_refuses_what_is_no_optimizer_or_no_scaler() -> None:
         ScalerAwareOptimizer([a_weight()])  # type: ignore[arg-type]
     with pytest.raises(PlanError, match=r"`scaler` must be a .*GradScaler or None, got float\."):
         ScalerAwareOptimizer(sgd(a_weight()), scaler=2.0)  # type: ignore[arg-type]
+    with pytest.raises(PlanError, match=r"`device_placement` must be True or False, got 'cpu'\."):
+        ScalerAwareOptimizer(sgd(a_weight()), "cpu")  # type: ignore[arg-type]

@@ -561,6 +561,21 @@ def test_an_optimizer_that_accumulates_does_not_hold_up_another() -> None:
     assert counter.ticks == 2
 
 
+@pytest.mark.parametrize("name", ["step", "linear up", "exponential", "polynomial", "constant"])
+def test_a_group_that_is_added_later_goes_on_as_in_torch(name: str) -> None:
+    make, late = SCHEDULES[name], {"params": [torch.nn.Parameter(torch.ones(1))], "lr": 0.2}
+    theirs, schedule = ticked(make)
+    optimizer, scheduler = wrapped(make, num_processes=3)
+    for each in (theirs, optimizer):
+        each.add_param_group(copy.deepcopy(late))
+    for _ in range(20):
+        optimizer.step()
+        scheduler.step()
+        for _ in range(3):
+            schedule.step()
+        assert_same(optimizer, theirs)
+
+
 def test_without_the_optimizer_every_call_ticks_once() -> None:
     counter, pair = Counter(), Pair(1)
     scheduler = StepSyncedScheduler(counter, pair.wrapped, False, num_processes=8)
@@ -807,6 +822,8 @@ def test_it_refuses_what_is_no_schedule() -> None:
         StepSyncedScheduler(scheduler, optimizer)
     with pytest.raises(PlanError, match=r"`scheduler` must be one of torch's schedules .* got int"):
         StepSyncedScheduler(3, optimizer)
+    with pytest.raises(PlanError, match=r"`scheduler` must be .*, got the class StepLR\."):
+        StepSyncedScheduler(schedules.StepLR, optimizer)
 
 
 def test_it_refuses_optimizers_that_are_not_the_schedules() -> None:
@@ -814,6 +831,8 @@ def test_it_refuses_optimizers_that_are_not_the_schedules() -> None:
     schedule = SCHEDULES["step"](inner)
     with pytest.raises(PlanError, match=r"`optimizers` must name at least one optimizer, got none"):
         StepSyncedScheduler(schedule, [])
+    with pytest.raises(PlanError, match=r"`optimizers` must be wrapped optimizers, or one, got No"):
+        StepSyncedScheduler(schedule, None)  # type: ignore[arg-type]
     with pytest.raises(PlanError, match=r"`optimizers` must be wrapped .*, got Quiet\. Prepare"):
         StepSyncedScheduler(schedule, inner)  # type: ignore[arg-type]
     stranger = ScalerAwareOptimizer(other)
@@ -830,5 +849,11 @@ def test_it_refuses_numbers_and_words_out_of_range() -> None:
     schedule = SCHEDULES["step"](optimizer)
     with pytest.raises(PlanError, match=r"`num_processes` must be at least 1, got 0\."):
         StepSyncedScheduler(schedule, optimizer, num_processes=0)
+    with pytest.raises(PlanError, match=r"`num_processes` must be an integer, got 1\.5\."):
+        StepSyncedScheduler(schedule, optimizer, num_processes=1.5)  # type: ignore[arg-type]
+    with pytest.raises(PlanError, match=r"`step_with_optimizer` must be True or False, got 'no'"):
+        StepSyncedScheduler(schedule, optimizer, "no")  # type: ignore[arg-type]
+    with pytest.raises(PlanError, match=r"`split_batches` must be True or False, got None\."):
+        StepSyncedScheduler(schedule, optimizer, True, None)  # type: ignore[arg-type]
     with pytest.raises(PlanError, match=r"`unit` must be 'batches' or 'updates', got 'epochs'\."):
         StepSyncedScheduler(schedule, optimizer, unit="epochs")  # type: ignore[arg-type]
