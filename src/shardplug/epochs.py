@@ -12,7 +12,7 @@ from typing import Any
 
 from torch.utils.data import BatchSampler, Sampler
 
-from shardplug.feeds import Feed, IndexFeed
+from shardplug.feeds import Feed
 from shardplug.passes import Pass
 from shardplug.plan.cursor import Progress
 from shardplug.plan.split import Tail
@@ -82,9 +82,6 @@ class PassBatches(BatchSampler):
         self._feed = feed
         self._epochs = epochs
         self.sampler = EpochSampler(sampler, epochs)
-        self.name = type(sampler).__name__
-        if isinstance(feed, IndexFeed) and not feed.batches.is_plain:
-            self.name = type(feed.batches.batch_sampler).__name__  # it makes the order
         self._offered: Pass | None = None
 
     def offer(self, pass_: Pass) -> None:

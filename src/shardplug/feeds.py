@@ -10,7 +10,15 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol, final
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Sampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 from torch.utils.data.distributed import DistributedSampler
 from torchdata.stateful_dataloader.sampler import RandomSampler as StatefulRandomSampler
 from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
@@ -28,6 +36,7 @@ from shardplug.samplers import (
     OrderedSampler,
     PermutedSampler,
     SeedableRandomSampler,
+    SeededDraws,
     epoch_parts,
     is_by_value,
     is_plain,
@@ -37,6 +46,7 @@ from shardplug.samplers import (
 
 _DEALS_IN_TURN = (DistributedSampler.__iter__, StatefulDistributedSampler.__iter__)
 _SHUFFLES = (RandomSampler, StatefulRandomSampler)
+_DRAWS = (SubsetRandomSampler, WeightedRandomSampler)
 
 
 class Feed(Protocol):
@@ -226,7 +236,7 @@ class IndexFeed:
     def kind(self) -> str:
         """Name the class of the sampler that makes the order."""
         made_by = self.batches.sampler if self.batches.is_plain else self.batches.batch_sampler
-        return type(made_by).__name__
+        return type(made_by.sampler if isinstance(made_by, SeededDraws) else made_by).__name__
 
     def begin(self, start: Cursor, *, look: int = 0) -> tuple[Pass, list[Any]]:
         """Start a pass; what samplers have to draw is drawn now."""
@@ -245,8 +255,8 @@ class IndexFeed:
         return max(0, self.batches.count_steps(start.consumed) - start.steps)
 
     def reseed(self, seed: int) -> None:
-        """Let a shuffle that follows the loader's seed follow another one."""
-        if isinstance(self.batches.sampler, SeedableRandomSampler):
+        """Let an order that follows the loader's seed follow another one."""
+        if isinstance(self.batches.sampler, (SeedableRandomSampler, SeededDraws)):
             self.batches.sampler.seed = seed
 
     def for_all(self) -> IndexFeed:
@@ -320,24 +330,34 @@ def follows_seed(batch_sampler: Any) -> bool:
     """Tell whether the order is a function of (seed, epoch), or becomes one by `seeded`."""
     if not is_plain(batch_sampler):
         return False
-    return is_by_value(batch_sampler.sampler) or type(batch_sampler.sampler) in _SHUFFLES
+    sampler = batch_sampler.sampler
+    return is_by_value(sampler) or type(sampler) in (*_SHUFFLES, *_DRAWS)
 
 
 def seeded(feed: Feed, seed: int) -> Feed:
-    """Let a RandomSampler inside a feed follow (seed, epoch)."""
+    """Let a sampler of torch's inside a feed that draws its order follow (seed, epoch)."""
     if not isinstance(feed, IndexFeed):
         return feed
     batches: Any = feed.batches.batch_sampler
-    if not is_plain(batches) or type(batches.sampler) not in _SHUFFLES:
+    if not is_plain(batches):
         return feed
-    shuffle = batches.sampler
-    # None follows a data set whose length changes from epoch to epoch, as RandomSampler does.
-    num_samples = None if len(shuffle) == len(shuffle.data_source) else len(shuffle)
-    sampler = SeedableRandomSampler(
-        shuffle.data_source, shuffle.replacement, num_samples, data_seed=seed
-    )
+    sampler: Sampler[int]
+    if type(batches.sampler) in _DRAWS:
+        sampler = SeededDraws(batches.sampler, seed)
+    elif type(batches.sampler) in _SHUFFLES:
+        sampler = _seeded_shuffle(batches.sampler, seed)
+    else:
+        return feed
     follows = BatchSampler(sampler, batches.batch_size, batches.drop_last)
     return replace(feed, batches=feed.batches.over(follows))
+
+
+def _seeded_shuffle(shuffle: Any, seed: int) -> SeedableRandomSampler:
+    # None follows a data set whose length changes from epoch to epoch, as RandomSampler does.
+    num_samples = None if len(shuffle) == len(shuffle.data_source) else len(shuffle)
+    return SeedableRandomSampler(
+        shuffle.data_source, shuffle.replacement, num_samples, data_seed=seed
+    )
 
 
 @final

@@ -165,7 +165,7 @@ class DataLoaderShard(PreparedLoader):
 
         if comm is None:
             return begin()[0]
-        subject = f"the loader over {self._batches.name}"
+        subject = f"the loader over {feed.kind}"
         return agree_on(comm, begin, subject=subject, facts=_PASS_FACTS)[0]
 
     def _items_to_look_at(self, start: Cursor, comm: Comm | None) -> int:
@@ -185,7 +185,7 @@ class DataLoaderShard(PreparedLoader):
             return
         raise StateError(
             f"`sampler` must draw the order that it drew when the state was saved, got another one "
-            f"from {self._batches.name} for epoch {start.epoch}. Let it follow set_epoch(), or "
+            f"from {self._feed.kind} for epoch {start.epoch}. Let it follow set_epoch(), or "
             "seed its generator."
         )
 

@@ -79,8 +79,9 @@ def prepare_data_loader(  # noqa: PLR0917  # these names and their order are Acc
 
     The user's loader is cloned, never changed or rebuilt: its data set, collate function, worker
     settings and class stay. A RandomSampler becomes a `SeedableRandomSampler`: the order of an
-    epoch is a function of (seed, epoch), agreed across ranks by value. A loader that was prepared
-    before comes back as it is.
+    epoch is a function of (seed, epoch), agreed across ranks by value. So is what torch's
+    SubsetRandomSampler and WeightedRandomSampler draw; their own generator gives the seed and does
+    not move. A loader that was prepared before comes back as it is.
 
     Collective: every rank must call it, unless ``num_processes`` and ``process_index`` name another
     place than this process's own: then it is a simulation and nothing is asked of other ranks.

@@ -7,6 +7,7 @@ Any other sampler is walked.
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from itertools import chain, islice
@@ -39,7 +40,7 @@ from shardplug.plan.batches import deal_batches, keep_batch
 from shardplug.plan.deal import deal
 from shardplug.plan.order import epoch_seed, order_key
 from shardplug.plan.shard import Shard
-from shardplug.plan.split import ShardPlan, Split, Tail
+from shardplug.plan.split import ShardPlan, Split, Tail, choose_tail
 
 
 @runtime_checkable
@@ -117,6 +118,48 @@ class SeedableRandomSampler(RandomSampler, OrderedSampler):
     def __iter__(self) -> Iterator[int]:
         """Yield the samples of the epoch that is set."""
         yield from _all_of(self.order())
+
+
+@final
+class SeededDraws(Sampler[int], OrderedSampler):
+    """The draws of one of torch's samplers as a function of (seed, epoch).
+
+    Epoch ``e`` has the order that the sampler draws from ``manual_seed(seed + e)``. Neither
+    torch's global RNG nor the sampler's own generator moves.
+
+    Args:
+        sampler: Draws from its ``generator`` and nothing else; it stays as it is.
+        seed: The same on all ranks.
+    """
+
+    def __init__(self, sampler: Any, seed: int) -> None:
+        self.sampler = sampler
+        self.seed = seed
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch that the next pass draws for."""
+        self.epoch = epoch
+
+    def order(self) -> Order:
+        """Draw the order of the epoch that is set."""
+        drawing = copy.copy(self.sampler)
+        drawing.generator = torch.Generator().manual_seed(epoch_seed(self.seed, self.epoch))
+        return SequenceOrder(list(drawing))
+
+    def __iter__(self) -> Iterator[int]:
+        """Yield the samples of the epoch that is set."""
+        yield from _all_of(self.order())
+
+    def __len__(self) -> int:
+        """Count the draws of an epoch."""
+        return len(self.sampler)
+
+    def __getattr__(self, name: str) -> Any:
+        """Look an attribute up in the sampler: its indices, its weights."""
+        if name.startswith("__") or name == "sampler":
+            raise AttributeError(name)
+        return getattr(self.sampler, name)
 
 
 @final
@@ -627,20 +670,3 @@ def known_length(items: Any) -> int | None:
         return length_of(items)
     except TypeError:
         return None
-
-
-def choose_tail(tail: str | Tail | None, *, even_batches: bool, drop_last: bool) -> Tail:
-    """Turn the arguments that say what happens at the end into one mode.
-
-    Raises:
-        PlanError: If ``tail`` is none of the four.
-    """
-    if tail is None:
-        if drop_last:
-            return Tail.DROP
-        return Tail.PAD if even_batches else Tail.UNEVEN
-    try:
-        return Tail(tail)
-    except ValueError:
-        names = ", ".join(repr(mode.value) for mode in Tail)
-        raise PlanError(f"`tail` must be one of {names}, got {tail!r}.") from None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import json
 import pickle
 import random
 import weakref
@@ -24,6 +25,7 @@ from torch.utils.data import (
     Sampler,
     SequentialSampler,
     SubsetRandomSampler,
+    WeightedRandomSampler,
     default_collate,
 )
 from torch.utils.data.distributed import DistributedSampler
@@ -631,6 +633,10 @@ def test_ready_batches_are_shuffled_and_counted_if_their_number_is_open() -> Non
     ]
 
 
+class Subset(SubsetRandomSampler):
+    """A user's own: what else it does is not known."""
+
+
 class Endless(Sampler[int]):
     """Does not tell how many ids it has."""
 
@@ -1124,7 +1130,7 @@ def test_a_loader_built_directly_makes_generators_equal_if_it_is_asked_to() -> N
 def test_the_generator_of_a_sampler_that_draws_is_made_equal_to_rank_0s() -> None:
     def body(comm: LockstepComm) -> Any:
         generator = torch.Generator().manual_seed(comm.rank)
-        sampler = SubsetRandomSampler(range(10, 19), generator)
+        sampler = Subset(range(10, 19), generator)
         loader = prepare_data_loader(
             loader_over(19, sampler=sampler), rng_types=["generator"], comm=comm
         )
@@ -1142,10 +1148,45 @@ def test_the_generator_of_a_sampler_that_draws_is_made_equal_to_rank_0s() -> Non
     ]
 
 
+@pytest.mark.parametrize("dispatch", [False, True])
+@pytest.mark.parametrize("kind", ["subset", "weighted"])
+def test_draws_of_torchs_samplers_are_those_of_a_seed_on_all_ranks(
+    kind: str, dispatch: bool
+) -> None:
+    def sampler_of(generator: torch.Generator) -> Any:
+        if kind == "subset":
+            return SubsetRandomSampler(range(10, 18), generator)
+        return WeightedRandomSampler([1.0] * 19, 8, generator=generator)
+
+    def over(comm: LockstepComm, seed: int) -> Any:
+        user = loader_over(19, sampler=sampler_of(torch.Generator().manual_seed(seed)))
+        return prepare_data_loader(user, comm=comm, dispatch_batches=dispatch)
+
+    def body(comm: LockstepComm) -> Any:
+        loader = over(comm, 5 + comm.rank)
+        epochs = [batches_of(loader) for _ in range(2)]
+        next(iter(loader))
+        state = json.loads(json.dumps(loader.state_dict()))
+        again = over(comm, 5 + comm.rank)
+        again.load_state_dict(state)
+        return epochs, state, [batches_of(again) for _ in range(2)]
+
+    by_rank = run_ranks(2, body)
+    due = [list(sampler_of(torch.Generator().manual_seed(5 + epoch))) for epoch in range(4)]
+    for epoch in range(2):
+        assert all_rows([epochs[epoch] for epochs, *_ in by_rank]) == due[epoch]
+    state = by_rank[0][1]
+    assert len(json.dumps(state)) < 1024
+    assert (state["epoch"], state["consumed"], state["seed"]) == (2, 4, 5)
+    rests = [rest for *_, rest in by_rank]
+    assert all_rows([rest[0] for rest in rests]) == due[2][4:]
+    assert all_rows([rest[1] for rest in rests]) == due[3]
+
+
 def test_an_order_that_differs_between_ranks_is_an_error_that_names_the_sampler() -> None:
     cases: dict[str, Callable[[int], DataLoader[Any]]] = {
-        "SubsetRandomSampler": lambda rank: loader_over(
-            9, sampler=SubsetRandomSampler(range(9), torch.Generator().manual_seed(rank))
+        "Subset": lambda rank: loader_over(
+            9, sampler=Subset(range(9), torch.Generator().manual_seed(rank))
         ),
         "list": lambda rank: loader_over(9, sampler=[rank, 2, 3]),
         "Endless": lambda rank: loader_over(9, sampler=Endless([rank, 2, 3])),

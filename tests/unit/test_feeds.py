@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import pickle
+from collections.abc import Callable, Iterator
 from itertools import product
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.utils.data import (
     RandomSampler,
     SequentialSampler,
     SubsetRandomSampler,
+    WeightedRandomSampler,
 )
 from torch.utils.data.distributed import DistributedSampler
 from torchdata.stateful_dataloader.sampler import BatchSampler as StatefulBatchSampler
@@ -45,6 +47,10 @@ from shardplug.testing import LockstepComm, run_ranks
 from tests import reference
 
 OWN = Shard(1, 2)
+
+
+class Subset(SubsetRandomSampler):
+    """A user's own: what else it does is not known."""
 
 
 def distributed(n: int, count: int, rank: int, **options: Any) -> DistributedSampler[Any]:
@@ -289,9 +295,47 @@ def test_a_seeded_sampler_follows_a_data_set_that_grows() -> None:
 
 def test_everything_else_keeps_its_order() -> None:
     by_value = [SequentialSampler(range(3)), SeedableRandomSampler(range(3)), PermutedSampler(3)]
-    for sampler in (*by_value, [2, 1], SubsetRandomSampler([1, 2])):
+    for sampler in (*by_value, [2, 1], Subset([1, 2])):
         feed = shuffles(sampler)
         assert seeded(feed, 0) is feed
+
+
+DRAWS: dict[str, Callable[[torch.Generator | None], Any]] = {
+    "subset": lambda generator: SubsetRandomSampler([7, 5, 3, 1], generator),
+    "weighted": lambda generator: WeightedRandomSampler([1.0, 0.0, 3.0], 5, generator=generator),
+    "once each": lambda generator: WeightedRandomSampler(
+        [1.0, 2.0, 3.0], 3, replacement=False, generator=generator
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", DRAWS)
+def test_draws_of_torchs_samplers_follow_the_seed_and_leave_them_as_they_are(kind: str) -> None:
+    for own in (None, torch.Generator().manual_seed(1)):
+        user = DRAWS[kind](own)
+        moving = torch.default_generator if own is None else own
+        before = torch.get_rng_state(), moving.get_state()
+        feed: Any = seeded(shuffles(user, 2), 40)
+        sampler = feed.batches.sampler
+        assert (feed.kind, len(sampler), feed.is_by_value) == (type(user).__name__, len(user), True)
+        for epoch in (0, 2, 1):
+            sampler.set_epoch(epoch)
+            due = list(DRAWS[kind](torch.Generator().manual_seed(40 + epoch)))
+            assert list(sampler) == due
+        feed.reseed(7)
+        sampler.set_epoch(0)
+        assert list(sampler) == list(DRAWS[kind](torch.Generator().manual_seed(7)))
+        assert torch.equal(torch.get_rng_state(), before[0])
+        assert user.generator is own
+        assert torch.equal(moving.get_state(), before[1])
+
+
+def test_a_seeded_sampler_shows_what_the_users_has() -> None:
+    feed: Any = seeded(shuffles(SubsetRandomSampler([4, 2])), 0)
+    sampler = pickle.loads(pickle.dumps(feed.batches.sampler))
+    assert sampler.indices == [4, 2]
+    with pytest.raises(AttributeError, match="weights"):
+        _ = sampler.weights
 
 
 def test_a_part_that_is_shuffled_follows_the_seed_too() -> None:
@@ -309,7 +353,9 @@ def test_which_orders_follow_the_seed() -> None:
         assert follows_seed(kind(RandomSampler(range(3)), 1, False))
         assert follows_seed(kind(StatefulRandomSampler(range(3)), 1, False))
         assert follows_seed(kind(PermutedSampler(3), 1, False))
-        assert not follows_seed(kind(SubsetRandomSampler([1]), 1, False))
+        assert follows_seed(kind(SubsetRandomSampler([1]), 1, False))
+        assert follows_seed(kind(WeightedRandomSampler([1.0], 1), 1, False))
+        assert not follows_seed(kind(Subset([1]), 1, False))
         assert not follows_seed(kind([1], 1, False))
     # What a batch sampler of the user's makes of it, nobody knows.
     assert not follows_seed(Batches(sampler=SequentialSampler(range(3))))

@@ -18,7 +18,7 @@ from torch.utils.data import (
     Dataset,
     IterableDataset,
     RandomSampler,
-    SubsetRandomSampler,
+    SequentialSampler,
 )
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -659,7 +659,7 @@ def test_batches_go_where_they_are_asked_to() -> None:
 @pytest.mark.parametrize(
     "sampler",
     [
-        SubsetRandomSampler([5, 2, 7]),
+        SequentialSampler(range(3)),
         [5, 2, 7],
         SeedableRandomSampler(range(8), data_seed=3),
         PermutedSampler(8, seed=3),
