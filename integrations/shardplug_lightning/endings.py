@@ -18,9 +18,9 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler, ProgressB
 from shardplug_lightning.internals import (
     callback_metrics,
     count_logged_steps,
-    counts_failed_step,
+    counts_step_again,
     end_epoch,
-    is_validation_due,
+    goes_back_to_validation,
     leave_restart,
     logged_in_epoch,
     starts_epoch,
@@ -61,28 +61,17 @@ class Owed:
             step_plateaus(trainer, "epoch", self.epochs)
             trainer.fit_loop.epoch_loop.restarting = False  # the one that follows is a new one
         leave_restart(trainer)
-        is_at_start = starts_epoch(trainer)
-        if is_at_start:
+        if starts_epoch(trainer):
             # A window is made again, or more ranks have done not one batch. Lightning would
             # validate after none, too.
             trainer.fit_loop.epoch_loop.restarting = False
-        elif counts_failed_step(trainer):
-            count_logged_steps(trainer, -1)
-        if self.batches is not None:
-            self._settle_batch(trainer, self.batches, is_at_start=is_at_start)
-
-    def _settle_batch(self, trainer: Trainer, batches: int, *, is_at_start: bool) -> None:
-        if is_at_start:
-            count_logged_steps(trainer, 1)
-        elif is_validation_due(trainer):
-            # Lightning goes back to it, and then to what follows. It counts the step once more.
-            if not self.is_last:
-                count_logged_steps(trainer, -1)
-            return
-        step_plateaus(trainer, "step", batches)
-        if self.is_last:
-            count_logged_steps(trainer, 1)
-            end_epoch(trainer)
+        is_owed, goes_back = self.batches is not None, goes_back_to_validation(trainer)
+        # Lightning counts the step of a batch at its very end, and where it goes back into one.
+        count_logged_steps(trainer, is_owed - counts_step_again(trainer) - goes_back)
+        if self.batches is not None and not goes_back:
+            step_plateaus(trainer, "step", self.batches)
+            if self.is_last:
+                end_epoch(trainer)
 
 
 def owed_after(
@@ -105,8 +94,11 @@ def owed_after(
             counted["completed"] += 1
         return Owed(epochs=epochs["current"]["processed"], metrics=metrics)
     counts = {current[name] for name in ("ready", "started", "processed")}
-    if not is_whole or counts != {current["completed"] + 1}:
+    in_validation = counts == {current["completed"]} != {0}
+    if not is_whole or not (in_validation or counts == {current["completed"] + 1}):
         return Owed(metrics=metrics)
+    if in_validation:
+        return Owed(current["processed"], is_over, metrics=metrics)
     rewind(loops["epoch_loop.val_loop.batch_progress"], 0)  # that is run from there, if it is due
     if is_over:
         # Else Lightning would count the epoch as done, and leave out all that ends it.

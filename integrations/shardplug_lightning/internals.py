@@ -132,10 +132,15 @@ def count_batches(trainer: Trainer, done: int) -> None:
         _shift(progress, done - progress.current.processed)
         return
     # Nothing is left for this number of ranks, though the loader may hold more than the limit.
+    if progress.current.processed < progress.current.ready:
+        # The batch that had failed is none of these, and the end of the epoch is still to come.
+        for counted in (loop.val_loop.batch_progress.current, loop.val_loop.batch_progress.total):
+            counted.ready, counted.started, counted.processed, counted.completed = 1, 1, 0, 0
     for name in _COUNTS:
         setattr(progress.current, name, limit)
+        setattr(progress.total, name, progress.total.processed)
     progress.is_last_batch = True
-    loop.reset_restart_stage()
+    loop.update_restart_stage()
     end_epoch(trainer)
 
 
@@ -177,7 +182,7 @@ def _batch_progress(trainer: Trainer) -> tuple[Any, Any]:
     progress = getattr(loop, "batch_progress", None)
     current = getattr(progress, "current", None)
     known = all(isinstance(getattr(current, name, None), int) for name in _COUNTS)
-    if not known or not hasattr(loop, "reset_restart_stage"):
+    if not known or not hasattr(loop, "update_restart_stage"):
         raise _cannot_go_on("Trainer.fit_loop.epoch_loop.batch_progress")
     return loop, progress
 
@@ -221,8 +226,8 @@ def leave_restart(trainer: Trainer) -> None:
     loop._restarting = False  # noqa: SLF001  # see above
 
 
-def is_validation_due(trainer: Trainer) -> bool:
-    """Tell whether Lightning validates after the batch that it counted last.
+def goes_back_to_validation(trainer: Trainer) -> bool:
+    """Tell whether Lightning goes back to a validation that was due, and to what follows it.
 
     Raises:
         PlanError: If this version of Lightning does not tell.
@@ -231,7 +236,8 @@ def is_validation_due(trainer: Trainer) -> bool:
     check = getattr(loop, "_should_check_val_fx", None)
     if check is None:
         raise _cannot_go_on("Trainer.fit_loop.epoch_loop._should_check_val_fx")
-    return bool(check(_fetcher(trainer)))
+    is_behind = loop.restarted_on_last or loop.val_loop.restarted_mid_evaluation
+    return bool(loop.restarting and is_behind and check(_fetcher(trainer)))
 
 
 def count_logged_steps(trainer: Trainer, by: int) -> None:
@@ -246,19 +252,18 @@ def count_logged_steps(trainer: Trainer, by: int) -> None:
     loop._batches_that_stepped += by  # noqa: SLF001  # see above
 
 
-def counts_failed_step(trainer: Trainer) -> bool:
-    """Tell whether Lightning is about to count the step for loggers of a batch that had failed.
+def counts_step_again(trainer: Trainer) -> bool:
+    """Tell whether Lightning is about to count the step for loggers of the batch it goes back into.
 
     Raises:
         PlanError: If this version of Lightning counts in another way.
     """
     loop: Any = trainer.fit_loop.epoch_loop
-    current = loop.batch_progress.current
     accumulates = getattr(loop, "_should_accumulate", None)
     if accumulates is None:
         raise _cannot_go_on("Trainer.fit_loop.epoch_loop._should_accumulate")
-    has_failed = current.processed < current.ready
-    return bool(loop.restarting and has_failed and not accumulates())
+    was_over = loop.restarted_on_last and not loop.restarted_on_train_batch_end
+    return bool(loop.restarting and not was_over and not accumulates())
 
 
 def end_epoch(trainer: Trainer) -> None:

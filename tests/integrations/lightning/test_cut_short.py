@@ -15,7 +15,14 @@ from shardplug import Comm
 from shardplug_lightning import ShardStrategy
 from shardplug_lightning.endings import take_back_end
 from tests.integrations.lightning.ranks import make_trainer, run_ranks, values
-from tests.integrations.lightning.test_plateau import BATCHES, Follows, Steps, counts, loops
+from tests.integrations.lightning.test_plateau import (
+    BATCHES,
+    Follows,
+    SaveEverywhere,
+    Steps,
+    counts,
+    loops,
+)
 from tests.integrations.lightning.test_resume import Counting
 
 Options = dict[str, Any]
@@ -115,6 +122,31 @@ def test_so_is_that_which_a_wish_for_the_end_cut_short(tmp_path: Path) -> None:
     for (_, log), found in run_ranks(2, stop_and_go_on, *arguments):
         for batch, (file, _, after) in zip([3, 3, 6, 6], found, strict=True):
             assert (file, after) == (file, log[place_of(log, batch) :])
+
+
+def stop_and_save_everywhere(
+    comm: Comm, folder: Path, options: Options, last: int
+) -> tuple[list[Any], list[tuple[str, list[Any]]]]:
+    saves = SaveEverywhere(folder)
+    train(comm, options, Stops(last), saves)
+    found = []
+    for number, (hook, _) in [*enumerate(saves.saved)][-3:]:
+        after = train(comm, options, checkpoint=folder / f"{number}.ckpt")
+        found.append((hook, after.log_book))
+    return train(comm, options).log_book, found
+
+
+@pytest.mark.parametrize("last", [2, BATCHES])
+def test_a_validation_for_the_end_of_training_is_not_due_when_that_goes_on(
+    tmp_path: Path, last: int
+) -> None:
+    arguments: Any = tmp_path, {"val_check_interval": 3}, last
+    ((log, found),) = run_ranks(1, stop_and_save_everywhere, *arguments)
+    assert [hook for hook, _ in found] == ["batch", "validation", "epoch"]
+    # What ends an epoch follows its last batch.
+    rest = log[place_of(log, last - 1) + 1 :]
+    assert [after for hook, after in found if hook != "epoch"] == [rest, rest]
+    assert found[-1][1] == log[place_of(log, last) :]
 
 
 def stop_twice(comm: Comm, folder: Path) -> tuple[list[Any], list[Any]]:

@@ -20,9 +20,9 @@ from shardplug_lightning.endings import Owed, owed_after
 from shardplug_lightning.internals import (
     callback_metrics,
     count_logged_steps,
-    counts_failed_step,
+    counts_step_again,
     end_epoch,
-    is_validation_due,
+    goes_back_to_validation,
     leave_restart,
     logged_in_epoch,
 )
@@ -210,11 +210,11 @@ def test_another_lightning_that_does_otherwise_is_an_error() -> None:
     trainer.fit_loop.epoch_loop._should_accumulate = None
     name = "Trainer.fit_loop.epoch_loop._should_accumulate"
     with pytest.raises(PlanError, match=way_out(name)):
-        counts_failed_step(trainer)
+        counts_step_again(trainer)
     trainer.fit_loop.epoch_loop._should_check_val_fx = None
     name = "Trainer.fit_loop.epoch_loop._should_check_val_fx"
     with pytest.raises(PlanError, match=way_out(name)):
-        is_validation_due(trainer)
+        goes_back_to_validation(trainer)
 
 
 def counts(*numbers: int) -> dict[str, int]:
@@ -242,9 +242,13 @@ def test_what_is_owed_is_told_by_the_counts() -> None:
     last = loops(counts(5, 5, 5, 4), in_epoch)
     assert owed_after(last, is_over=True, **whole) == Owed(5, is_last=True)  # type: ignore[arg-type]
     assert last["epoch_loop.batch_progress"]["total"] == counts(5, 5, 5, 5)
-    for batches in (counts(3, 3, 3, 3), counts(4, 4, 3, 3)):  # after a validation, in a step
+    for batches, owed in [
+        (counts(3, 3, 3, 3), Owed(3)),  # in a validation
+        (counts(4, 4, 3, 3), Owed()),  # in a step
+        (counts(0, 0, 0, 0), Owed()),
+    ]:
         between = loops(batches, in_epoch)
-        assert owed_after(between, is_over=False, **whole) == Owed()  # type: ignore[arg-type]
+        assert owed_after(between, is_over=False, **whole) == owed  # type: ignore[arg-type]
         assert between["epoch_loop.val_loop.batch_progress"]["current"] == counts(2, 2, 2, 2)
     cut = loops(counts(3, 3, 3, 2), in_epoch)
     assert owed_after(cut, is_whole=False, is_over=False, metrics={}) == Owed()
