@@ -38,6 +38,9 @@ from shardplug.worker_info import check_worker_split
 _LOOK = 4096
 """How many ids (or batches) from the start of an order that is not ours are compared."""
 
+_ORDERS = {"generator", "torch"}
+"""What orders would be drawn from that follow a seed instead."""
+
 _PASS_FACTS: dict[str, str | None] = {
     "epoch": "Call set_epoch() with the same value on every rank.",
     "position": "Start the pass at the same step on every rank.",
@@ -115,7 +118,7 @@ class DataLoaderShard(PreparedLoader):
         chosen = find_seed(loader)
         settings = Settings(
             seed=rng.draw_seed() if chosen is None else rng.signed_seed(chosen),
-            is_seed_pinned=chosen is not None,
+            is_seed_pinned=chosen is not None and not given["rng_types"],  # then it is rank 0's
             device=check_device("device", given["device"]),
             non_blocking=given["non_blocking"],
             rng_types=given["rng_types"] or (),
@@ -139,14 +142,25 @@ class DataLoaderShard(PreparedLoader):
             return [kind for kind in settings.rng_types if kind != "generator"]
         return list(settings.rng_types)
 
+    def _synchronize(self) -> None:
+        """Make generators equal to rank 0's, in one message; so is what replaces their draws."""
+        kinds, comm, generator = self._kinds_to_sync(), self.comm, self._settings.generator
+        if comm.world_size == 1 or not kinds:
+            return
+        own = self._settings.seed, rng.capture(kinds, generator)
+        seed, states = comm.broadcast_object(own)
+        rng.restore(states, generator)
+        if not self._settings.is_divided and _ORDERS & {*kinds}:
+            self._follow(seed)
+
     def _agree_on_pass(self) -> tuple[Pass, tuple[int, int] | None]:
         """Begin the upcoming pass, and make sure that all ranks begin the same."""
+        if not self._settings.is_simulation:
+            self._synchronize()
         settings, feed, start = self._settings, self._feed, self._epochs.progress.upcoming
         skipped = self._steps_to_skip(start)
         comm = self._partners()
         look = self._items_to_look_at(start, comm)
-        if not settings.is_simulation:
-            rng.synchronize(self._kinds_to_sync(), self.comm, generator=settings.generator)
 
         def begin() -> tuple[tuple[Pass, tuple[int, int] | None], tuple[int, ...]]:
             self._epochs.tell(start.epoch)

@@ -600,13 +600,18 @@ class PreparedLoader(DataLoader[Any]):
             seed: Of orders and workers.
             window: The accumulation window that goes on there.
         """
-        if seed != self._settings.seed:
-            self._settings = replace(self._settings, seed=seed)
-            if isinstance(self._feed, IndexFeed):
-                self._feed.reseed(seed)
-            self._inner.__dict__["_iterator"] = None  # workers that are kept follow the old one
+        self._follow(seed)
         self._skip_once = 0
         self._epochs.progress.jump(start, window)
+
+    def _follow(self, seed: int) -> None:
+        """Take a seed for orders and workers."""
+        if seed == self._settings.seed:
+            return
+        self._settings = replace(self._settings, seed=seed)
+        if isinstance(self._feed, IndexFeed):
+            self._feed.reseed(seed)
+        self._inner.__dict__["_iterator"] = None  # workers that are kept follow the old one
 
     def keep_history(self, steps: int) -> None:
         """Let `state_at` reach back that many steps in the passes that follow, at least 1."""

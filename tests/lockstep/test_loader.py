@@ -1127,6 +1127,39 @@ def test_a_loader_built_directly_makes_generators_equal_if_it_is_asked_to() -> N
     assert first[1] == ["broadcast_object"]
 
 
+@pytest.mark.parametrize("kind", ["generator", "torch"])
+def test_generators_that_are_made_equal_make_orders_equal(kind: str) -> None:
+    def over(comm: LockstepComm) -> DataLoaderShard:
+        data: Any = range(8)
+        generator = torch.Generator().manual_seed(comm.rank + 3) if kind == "generator" else None
+        shuffle = BatchSampler(RandomSampler(data, generator=generator), 2, False)
+        part = BatchSamplerShard(shuffle, 2, comm.rank)
+        return DataLoaderShard(
+            torch.arange(8), None, [kind], generator, batch_sampler=part, comm=comm
+        )
+
+    def body(comm: LockstepComm) -> Any:
+        loader = over(comm)
+        epochs = [batches_of(loader) for _ in range(2)]
+        next(iter(loader))
+        again = over(comm)
+        again.load_state_dict(loader.state_dict())
+        return epochs, batches_of(loader), [batches_of(again) for _ in range(2)]
+
+    by_rank = run_ranks(2, body)
+    for epoch in range(2):
+        rows = all_rows([epochs[epoch] for epochs, *_ in by_rank])
+        assert sorted(rows) == list(range(8))
+        if kind == "generator":
+            assert rows == torch.randperm(8, generator=seeded_with(3 + epoch)).tolist()
+    for _, fourth, resumed in by_rank:
+        assert (len(resumed[0]), resumed[1]) == (1, fourth)
+
+
+def seeded_with(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
 def test_the_generator_of_a_sampler_that_draws_is_made_equal_to_rank_0s() -> None:
     def body(comm: LockstepComm) -> Any:
         generator = torch.Generator().manual_seed(comm.rank)
