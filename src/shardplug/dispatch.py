@@ -36,10 +36,10 @@ from shardplug.options import check_device, check_loader_options
 from shardplug.passes import EmptyPass, Pass, Snapshot, StreamPass
 from shardplug.plan.cursor import Cursor, Run
 from shardplug.plan.shard import Shard
-from shardplug.plan.split import ShardPlan, Tail
+from shardplug.plan.split import ShardPlan, Tail, choose_tail
 from shardplug.prepared import PreparedLoader, Settings
 from shardplug.rows import join_rows
-from shardplug.samplers import HasEpoch, choose_tail
+from shardplug.samplers import HasEpoch
 from shardplug.states import Identity
 
 if TYPE_CHECKING:

@@ -27,10 +27,10 @@ from shardplug.feeds import (
     follows_seed,
 )
 from shardplug.plan.shard import Shard, shard_on_mesh
-from shardplug.plan.split import Split, Tail
+from shardplug.plan.split import Split, Tail, choose_tail
 from shardplug.prepared import Settings
 from shardplug.rng import draw_seed, signed_seed
-from shardplug.samplers import BatchSamplerShard, choose_tail, is_plain
+from shardplug.samplers import BatchSamplerShard, is_plain
 from shardplug.streams import (
     IterableDatasetShard,
     StreamFeed,

@@ -17,8 +17,8 @@ from shardplug.kinds import (
     check_integer,
     check_names,
 )
+from shardplug.plan.split import choose_tail
 from shardplug.rng import check_rng_types
-from shardplug.samplers import choose_tail
 from shardplug.worker_info import check_worker_split
 
 

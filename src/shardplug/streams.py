@@ -17,8 +17,8 @@ from shardplug.passes import Pass, Snapshot, StreamPass
 from shardplug.plan.cursor import Cursor
 from shardplug.plan.deal import Part, deal
 from shardplug.plan.shard import Shard
-from shardplug.plan.split import ShardPlan, Split, Tail
-from shardplug.samplers import HasEpoch, choose_tail, known_length
+from shardplug.plan.split import ShardPlan, Split, Tail, choose_tail
+from shardplug.samplers import HasEpoch, known_length
 from shardplug.worker_info import WatchedInfo, WorkerSplit, check_worker_split, worker_place
 
 

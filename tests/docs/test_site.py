@@ -112,7 +112,7 @@ def test_the_tables_of_the_commands_have_every_option_and_fault() -> None:
     import typer
 
     from shardplug.cli.app import app
-    from shardplug.cli.findings import KINDS
+    from shardplug.cli.kinds import KINDS
 
     assert first_column("command-line.md", "What it finds") == list(KINDS)
     commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]  # it is a group

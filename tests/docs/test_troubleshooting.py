@@ -9,7 +9,7 @@ from functools import cache
 
 import pytest
 
-from shardplug.cli.findings import KINDS
+from shardplug.cli.kinds import KINDS
 from tests.blocks import ROOT
 
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")

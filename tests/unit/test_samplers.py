@@ -30,13 +30,12 @@ from torchdata.stateful_dataloader.sampler import RandomSampler as StatefulRando
 
 from shardplug.errors import PlanError
 from shardplug.plan.shard import Shard
-from shardplug.plan.split import ShardPlan, Split, Tail
+from shardplug.plan.split import ShardPlan, Split, Tail, choose_tail
 from shardplug.samplers import (
     BatchSamplerShard,
     PermutedSampler,
     SeedableRandomSampler,
     SkipBatchSampler,
-    choose_tail,
     epoch_parts,
     known_length,
     length_of,

@@ -12,16 +12,13 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from shardplug.cli.checking import Plea, check
 from shardplug.cli.drawing import as_json, draw
-from shardplug.cli.findings import KINDS
+from shardplug.cli.kinds import KINDS
 from shardplug.cli.outline import Request, number
 from shardplug.cli.picture import save_picture
 from shardplug.cli.refusal import Refusal, one_line, sentence
-from shardplug.cli.trial import Conditions
 from shardplug.errors import ShardplugError
-from shardplug.plan.split import Split
-from shardplug.samplers import choose_tail
+from shardplug.plan.split import Split, choose_tail
 
 app = typer.Typer(
     name="shardplug",
@@ -263,6 +260,10 @@ def check_command(
             "`--as-is` leaves the loader as it is: leave out what prepare_data_loader would do "
             f"({', '.join(_words(options))})."
         )
+    # Here, for `plan` and the help are there at once without torch.
+    from shardplug.cli.checking import Plea, check
+    from shardplug.cli.trial import Conditions
+
     conditions = Conditions(
         world_size=world_size,
         num_epochs=epochs,

@@ -9,7 +9,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from shardplug.cli.findings import KINDS, Finding, find_faults
+from shardplug.cli.findings import Finding, find_faults
+from shardplug.cli.kinds import KINDS
 from shardplug.cli.targets import Factory, find_factory
 from shardplug.cli.trial import Conditions, Trial, expected_tags, try_out
 

@@ -31,20 +31,6 @@ from shardplug.cli.trial import Conditions, Trial
 from shardplug.errors import CommError, ShardplugError
 from shardplug.samplers import known_length, nested_samplers
 
-KINDS = {
-    "unsharded": "every rank reads all of the data",
-    "twice": "samples come more than once in an epoch",
-    "never": "samples never come",
-    "different-order": "ranks shuffle each in an order of its own",
-    "different-data": "ranks have other data or settings",
-    "equal-epochs": "two epochs have the same shuffled order",
-    "wrong-length": "len(loader) is not the number of batches",
-    "uneven-steps": "ranks take different numbers of steps",
-    "same-augmentation": "ranks or samples draw the same random numbers",
-    "worker-repeats": "workers of a rank make the same samples or draw the same random numbers",
-    "equal-augmentation": "epochs draw the same random numbers",
-    "raises": "the loader raises an error",
-}
 _MOST_KEYS = 2**16
 """Keys of a sampler to look for names in."""
 _FEW_IDS = 10
@@ -56,7 +42,7 @@ class Finding:
     """A fault.
 
     Attributes:
-        kind: One of `KINDS`.
+        kind: One of `shardplug.cli.kinds.KINDS`.
         reason: What was seen.
         remedy: What to do.
     """

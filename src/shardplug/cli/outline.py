@@ -10,10 +10,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from shardplug.cli.refusal import Refusal
-from shardplug.orders import SequentialOrder
 from shardplug.plan.shard import Shard
 from shardplug.plan.split import ShardPlan, Split, Tail
-from shardplug.samplers import PermutedSampler, SeedableRandomSampler
 
 MOST_LISTED = 2**20
 """Up to here a shuffle is drawn as a list; above, only by formula is it there at once."""
@@ -212,7 +210,10 @@ def number(num_samples: int, seed: int | None, epoch: int) -> Numbering:
         epoch: The epoch, zero or more.
     """
     if seed is None:
-        return Numbering("sequential", SequentialOrder(num_samples).take, is_sequential=True)
+        return Numbering("sequential", list, is_sequential=True)
+    # Here, for what is not shuffled is drawn without torch.
+    from shardplug.samplers import PermutedSampler, SeedableRandomSampler
+
     if num_samples <= MOST_LISTED:
         listed = SeedableRandomSampler(range(max(1, num_samples)), data_seed=seed)
         listed.set_epoch(epoch)

@@ -42,6 +42,23 @@ class Tail(enum.Enum):
     """Repeat nothing, drop nothing, same number of steps: the last rows are dealt evenly."""
 
 
+def choose_tail(tail: str | Tail | None, *, even_batches: bool, drop_last: bool) -> Tail:
+    """Turn the arguments that say what happens at the end into one mode.
+
+    Raises:
+        PlanError: If ``tail`` is none of the four.
+    """
+    if tail is None:
+        if drop_last:
+            return Tail.DROP
+        return Tail.PAD if even_batches else Tail.UNEVEN
+    try:
+        return Tail(tail)
+    except ValueError:
+        names = ", ".join(repr(mode.value) for mode in Tail)
+        raise PlanError(f"`tail` must be one of {names}, got {tail!r}.") from None
+
+
 @dataclass(frozen=True, slots=True)
 class ShardPlan:
     """Which positions of an epoch one shard reads, step by step.

@@ -17,6 +17,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import shardplug.cli.app as app_module
+import shardplug.cli.checking as checking_module
 from shardplug import prepare_data_loader
 from shardplug.cli import exit_with_status, main
 from shardplug.cli.checking import Plea
@@ -283,7 +284,7 @@ def test_ctrl_c_ends_it_with_one_line(
     def interrupted(plea: Plea) -> bool:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(app_module, "check", interrupted)
+    monkeypatch.setattr(checking_module, "check", interrupted)
     assert main(["check", f"{LOADERS}:shuffled", "--world-size", "2"]) == 130
     assert capsys.readouterr().err.split() == ["shardplug:", "stopped", "by", "Ctrl-C."]
 
