@@ -119,7 +119,7 @@ def synchronize_rng_states(
     kinds = rng.check_rng_types(check_names("rng_types", rng_types))
     if "generator" in kinds and not isinstance(generator, torch.Generator):
         raise PlanError(
-            '`generator` must be a torch.Generator with "generator" in `rng_types`, got '
+            '`generator` must be given with "generator" in `rng_types`, as a torch.Generator, got '
             f"{generator!r:.80}."
         )
     rng.synchronize(kinds, current_comm() if comm is None else comm, generator=generator)

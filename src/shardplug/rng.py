@@ -236,7 +236,7 @@ def _put_back(states: dict[str, Any]) -> None:
     if len(devices) != present:
         raise StateError(
             f"`states` must be of a process with the {present} accelerator devices that are here, "
-            f"got {len(devices)}. Restore the others without 'accelerator'."
+            f"got {len(devices)}. Leave them out."
         )
     restore(kept)
     if module is not None:

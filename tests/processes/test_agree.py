@@ -120,9 +120,13 @@ def test_deterministic_algorithms() -> None:
 
 
 def test_a_generator_that_is_not_there() -> None:
-    with pytest.raises(PlanError, match=r"`generator` must be a torch.Generator .* got None"):
+    with pytest.raises(
+        PlanError, match=r"`generator` must be given .* as a torch.Generator, got None"
+    ):
         synchronize_rng_states(["generator"])
-    with pytest.raises(PlanError, match=r"`generator` must be a torch.Generator .* got 5\."):
+    with pytest.raises(
+        PlanError, match=r"`generator` must be given .* as a torch.Generator, got 5\."
+    ):
         synchronize_rng_states(["generator"], 5)  # type: ignore[arg-type]
     with pytest.raises(PlanError, match=r"`rng_types` must be a sequence of names, got 'torch'\."):
         synchronize_rng_states("torch")
