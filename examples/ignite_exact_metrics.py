@@ -48,8 +48,8 @@ def evaluate(local_rank: int) -> None:
 
 
 def main() -> None:
-    """Start three ranks."""
-    with idist.Parallel(backend="gloo", nproc_per_node=3) as parallel:
+    """Start three ranks, which are forked from this process."""
+    with idist.Parallel(backend="gloo", nproc_per_node=3, start_method="fork") as parallel:
         parallel.run(evaluate)
 
 

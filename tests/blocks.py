@@ -19,13 +19,11 @@ function, its givens.
 from __future__ import annotations
 
 import doctest
-import importlib
+import importlib.util
 import io
 import os
 import re
-import runpy
 import shlex
-import socket
 import sys
 import tempfile
 import warnings
@@ -45,6 +43,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from shardplug import Comm, ShardplugWarning
 from tests.launch import run_processes
+from tests.programs import be_launched, meeting_place, run_program, set_variables
 
 ROOT = Path(__file__).parents[1]
 TIMEOUT_S = 150.0
@@ -199,20 +198,6 @@ def run_block_as_launched(
     return run_block(comm, block, bring)
 
 
-def set_variables(rank: int, world_size: int, port: int | None = None) -> None:
-    """Set the variables that torchrun gives to a process of one host."""
-    os.environ.update(
-        TORCHELASTIC_RUN_ID="block",
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        GROUP_RANK="0",
-        WORLD_SIZE=str(world_size),
-        LOCAL_WORLD_SIZE=str(world_size),
-    )
-    if port is not None:
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-
-
 def check_reads(by_rank: list[tuple[list[int], list[int]]], *, passes: tuple[int, int]) -> None:
     """Each sample was read once in each pass, and the ranks shared the work."""
     for place, size in enumerate((NUM_TRAIN, NUM_VAL)):
@@ -222,11 +207,13 @@ def check_reads(by_rank: list[tuple[list[int], list[int]]], *, passes: tuple[int
 
 
 def need(package: str, extra: str) -> None:
-    """Skip without a package, unless SHARDPLUG_NO_SKIP says that it must be there."""
-    if os.environ.get("SHARDPLUG_NO_SKIP"):
-        importlib.import_module(package)
-    else:
-        pytest.importorskip(package, reason=f"needs shardplug[{extra}]")
+    """Skip without a package, unless SHARDPLUG_NO_SKIP says that it must be there.
+
+    It is only looked for: importing it takes seconds, and changes the filters of warnings.
+    """
+    if importlib.util.find_spec(package) is None:
+        say = pytest.fail if os.environ.get("SHARDPLUG_NO_SKIP") else pytest.skip
+        say(f"needs shardplug[{extra}]")
 
 
 # -- running ---------------------------------------------------------------------------------------
@@ -284,14 +271,12 @@ class Reader:
             return
         ranks = _RANKS.fullmatch(block.note)
         if ranks:
-            outputs = run_processes(
-                int(ranks["count"]),
-                run_source,
-                block.code,
-                self.bring,
-                free_port() if ranks["launched"] else None,
-                timeout_s=TIMEOUT_S,
-            )
+            count, source = int(ranks["count"]), (block.code, self.bring)
+            if ranks["launched"]:
+                with meeting_place() as port:
+                    outputs = run_processes(count, run_source, *source, port, timeout_s=TIMEOUT_S)
+            else:
+                outputs = run_processes(count, run_source, *source, None, timeout_s=TIMEOUT_S)
             self.printed = "".join(outputs)
         elif ">>> " in block.code:
             self.run_doctest(block)
@@ -389,16 +374,13 @@ class Reader:
             path = ROOT / name
         self.files.pop(name, None)
         assert path.exists(), f"there is no {name}"
-        port = free_port() if ranks > 1 else None
-        return run_processes(
-            ranks,
-            run_program,
-            str(path),
-            arguments,
-            port,
-            timeout_s=TIMEOUT_S,
-            has_group=port is not None,
+        ended = run_program(
+            path, *arguments, folder=self.folder, num_ranks=ranks, timeout_s=TIMEOUT_S
         )
+        for each in ended:
+            if each.status or "ShardplugWarning" in each.err:
+                raise BlockError(f"ended with {each.status}:\n{each.out}\n{each.err}")
+        return [each.out for each in ended]
 
 
 def ranks_of(program: str, words: Sequence[str]) -> tuple[int, list[str]]:
@@ -436,13 +418,6 @@ def in_order(text: str) -> str:
     return "\n".join(sorted(line for line in text.splitlines() if line.strip()))
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
 def run_source(comm: Comm, source: str, bring: Givens, port: int | None) -> str:
     """Run a block on a rank, with a scope of its own, and return what it prints."""
     if port is not None:
@@ -450,28 +425,6 @@ def run_source(comm: Comm, source: str, bring: Givens, port: int | None) -> str:
     with quiet_frameworks(), everything_printed() as printed:
         exec(compile(source, "a block", "exec"), {"__name__": "__main__", **bring(source)})
     return printed[0]
-
-
-def run_program(comm: Comm, path: str, arguments: Sequence[str], port: int | None) -> str:
-    """Be a process that has been started to run a program, and return what it prints."""
-    if port is not None:
-        be_launched(comm, port)
-    sys.argv = [path, *arguments]
-    sys.path.insert(0, str(Path(path).parent))
-    with quiet_frameworks(), everything_printed() as printed:
-        try:
-            runpy.run_path(path, run_name="__main__")
-        except SystemExit as ended:
-            if ended.code:
-                raise BlockError(f"ended with {ended.code}") from ended
-    return printed[0]
-
-
-def be_launched(comm: Comm, port: int) -> None:
-    """Leave the group that told this process its rank, for one that it starts itself."""
-    rank, world_size = comm.rank, comm.world_size
-    dist.destroy_process_group()
-    set_variables(rank, world_size, port)
 
 
 @contextmanager

@@ -30,7 +30,7 @@ def same_random_state_afterwards() -> Iterator[None]:
     python, numpy, torch_cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
     random.seed(0)
     np.random.seed(0)
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)  # torch.manual_seed notes a stack for each accelerator
     yield
     random.setstate(python)
     np.random.set_state(numpy)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import os
 import re
 import subprocess
@@ -11,18 +11,34 @@ from pathlib import Path
 
 import pytest
 
+from tests import launch
+from tests.programs import run_program
+
+# Most of them read its digits, and it is slow to import.
+launch.PRELOAD.append("sklearn.datasets")
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")  # a free port
+VARIABLES = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
 
-def run(name: str, folder: Path, *launcher: str, program_arguments: tuple[str, ...] = ()) -> str:
-    """What a program prints, run on CPUs in a folder of its own."""
+def run(name: str, folder: Path, num_ranks: int = 1) -> str:
+    """What a program prints, run on CPUs in a folder, on one rank or as torchrun would on more."""
+    ended = run_program(EXAMPLES / name, folder=folder, num_ranks=num_ranks, environ=VARIABLES)
+    for each in ended:
+        assert each.status == 0, f"{each.out}\n{each.err}"
+        assert "ShardplugWarning" not in each.err
+    return "".join(each.out for each in ended)
+
+
+def run_fresh(name: str, folder: Path, *launcher: str) -> str:
+    """The same by an interpreter of its own, as a shell would start it."""
     done = subprocess.run(
-        [sys.executable, *launcher, str(EXAMPLES / name), *program_arguments],
+        [sys.executable, *launcher, str(EXAMPLES / name)],
         cwd=folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        env={**os.environ, **VARIABLES},
         capture_output=True,
         text=True,
         check=False,
@@ -33,12 +49,14 @@ def run(name: str, folder: Path, *launcher: str, program_arguments: tuple[str, .
 
 
 def need(*packages: str) -> None:
-    """Skip without a package, unless SHARDPLUG_NO_SKIP says that it must be there."""
+    """Skip without a package, unless SHARDPLUG_NO_SKIP says that it must be there.
+
+    It is only looked for: the programs import it, and this process need not.
+    """
     for package in packages:
-        if os.environ.get("SHARDPLUG_NO_SKIP"):
-            importlib.import_module(package)
-        else:
-            pytest.importorskip(package)
+        if importlib.util.find_spec(package) is None:
+            say = pytest.fail if os.environ.get("SHARDPLUG_NO_SKIP") else pytest.skip
+            say(f"needs {package}")
 
 
 def found(pattern: str, text: str) -> tuple[str, ...]:
@@ -53,7 +71,7 @@ PLAIN = r"ranks: (\d), accuracy: (\d+/\d+) = (0\.\d+)\n"
 def test_plain_pytorch_counts_the_same_on_any_number_of_ranks(tmp_path: Path) -> None:
     need("sklearn")
     alone = run("plain_pytorch.py", tmp_path)
-    together = run("plain_pytorch.py", tmp_path, *TORCHRUN)
+    together = run_fresh("plain_pytorch.py", tmp_path, *TORCHRUN)
     by_run = []
     for ranks, text in (("1", alone), ("2", together)):
         told, fraction, value = found(PLAIN, text)
@@ -72,8 +90,8 @@ IGNITE = r"(\d) ranks, (\d+) steps of 5 epochs: accuracy (0\.\d+), loss 0\.\d+ o
 
 def test_ignite_digits_counts_each_test_image_once(tmp_path: Path) -> None:
     need("sklearn", "ignite")
-    for ranks, launcher in ((1, ()), (2, TORCHRUN)):
-        told, steps, accuracy, seen = found(IGNITE, run("ignite_digits.py", tmp_path, *launcher))
+    for ranks in (1, 2):
+        told, steps, accuracy, seen = found(IGNITE, run("ignite_digits.py", tmp_path, ranks))
         assert (int(told), int(seen)) == (ranks, 359)
         assert int(steps) == 5 * -(-1438 // (32 * ranks))
         assert float(accuracy) > 0.9
@@ -104,8 +122,8 @@ ACCUMULATION = r"ranks: (\d), micro-batches a step: 3\nparameters stay within (\
 
 def test_accumulation_follows_the_big_batch(tmp_path: Path) -> None:
     need("sklearn")
-    for ranks, launcher in ((1, ()), (2, TORCHRUN)):
-        text = run("accumulation.py", tmp_path, *launcher)
+    for ranks in (1, 2):
+        text = run("accumulation.py", tmp_path, ranks)
         told, apart = found(ACCUMULATION, text)
         assert int(told) == ranks
         assert float(apart) < 1e-5
@@ -120,7 +138,7 @@ ACCURACY = r"after step 72: accuracy (\d+)/357 = \d\d\.\d\d%\n"
 
 def test_elastic_resume_goes_on_as_if_it_had_never_stopped(tmp_path: Path) -> None:
     need("sklearn")
-    whole = run("elastic_resume.py", tmp_path, *TORCHRUN)
+    whole = run("elastic_resume.py", tmp_path, 2)
     assert found(ELASTIC, whole) == ("2", "0")
     # As if it had been killed after step 71, inside the last epoch: 70 is the newest there is.
     for newest in (tmp_path / "checkpoints").glob("step-00000072-*.pt"):
@@ -133,7 +151,7 @@ def test_elastic_resume_goes_on_as_if_it_had_never_stopped(tmp_path: Path) -> No
 
 def test_resume_demo_counts_who_saw_what(tmp_path: Path) -> None:
     need("sklearn")
-    text = run("resume_demo.py", tmp_path)
+    text = run_fresh("resume_demo.py", tmp_path)
     # Twelve steps an epoch; killed after the 43rd, with a checkpoint of the 40th.
     assert found(r"killed \(SIGKILL\) after step (\d+)\.", text) == ("43",)
     assert found(r"that of step (\d+), and took (\d+) lost steps again", text) == ("40", "3")
@@ -166,7 +184,7 @@ def test_gan_schedules_wait_for_real_steps(tmp_path: Path) -> None:
 @pytest.mark.timeout(400)
 def test_digits_demo_counts_who_saw_what(tmp_path: Path) -> None:
     need("sklearn", "lightning")
-    text = run("digits_demo.py", tmp_path)
+    text = run_fresh("digits_demo.py", tmp_path)
     # 22 steps of 64 leave 28 digits; the last step is filled up with 36.
     trained = re.findall(r"epoch \d +(\d+) \+ (\d+) +(\d+) +(\d+) +(\d+)\n", text)
     (epochs,) = found(r"2 ranks, (\d) epochs:", text)
@@ -239,5 +257,5 @@ def test_every_program_is_tested_and_listed() -> None:
         if "__main__" in program.read_text(encoding="utf-8")
     ]
     for name in programs:
-        assert f'run("{name}", tmp_path' in tests, name
+        assert re.search(rf'run(_fresh)?\("{name}", tmp_path', tests), name
     assert sorted(re.findall(r"\]\((.*\.py)\) \|", listed)) == sorted(programs)
