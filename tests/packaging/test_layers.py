@@ -19,7 +19,7 @@ LINT_IMPORTS = Path(sys.executable).with_name("lint-imports")
 
 ROOMS = "Imports of the core point down"
 PLAN = "Imports inside the plan point down"
-PURE = "Plan, comm, errors and testing know neither torch nor numpy"
+PURE = "Plan, comm, errors, kinds and testing know neither torch nor numpy"
 NO_FRAMEWORK = "The core names no framework and no plug-in"
 PLUG_INS = "Plug-ins do not know each other"
 FRONT_DOOR = "Plug-ins import shardplug through its front door"
