@@ -102,12 +102,12 @@ class ShardHandler:
         scaler: The GradScaler by which the trainer steps. None: that of Ignite's
             ``create_supervised_trainer(scaler=True)`` is found; an instance that was given to it
             is to be given here, too.
-        agree_stop: Whether ranks tell each other at the end of each iteration whether one of them
-            wants to stop (terminate, terminate_epoch, interrupt), so that all do at the end of the
-            same one. What all ask for together is done at once. Nobody waits for the word of the
-            others otherwise, so what only some ask for is done at the end of the following
-            iteration, or at once in the last one of an epoch. A number: they do so at the end of
-            each iteration that is a multiple of it, for steps of less than some milliseconds.
+        agree_stop: Whether all ranks stop (terminate, terminate_epoch, interrupt) at the end of the
+            same iteration where one is asked to. What all are asked for together is done at once.
+            What only some are asked for is done at the end of the following iteration, or at once
+            in the last one of an epoch; where ranks do not wait for each other in each iteration,
+            as they do with DDP, at the end of the first that none has completed. It costs no
+            message until a rank is asked; see `shardplug.SyncPoint`.
             False: only if all ranks always ask for it together. Where ranks evaluate different
             numbers of batches, what is asked for in those that not all have is done at the end of
             the epoch.
@@ -164,7 +164,7 @@ class ShardHandler:
         gradient_accumulation_steps: int | None = None,
         scheduler_unit: Literal["updates", "batches"] = "updates",
         scaler: GradScaler | None = None,
-        agree_stop: bool | int = True,
+        agree_stop: bool = True,
         split_batches: bool = False,
         even_batches: bool = True,
         tail: Literal["pad", "drop", "uneven", "exact"] | None = None,
@@ -195,7 +195,7 @@ class ShardHandler:
         # Where an evaluation is not told how to end, the loader's numbers decide.
         self._prefers_exact = self._is_eval and even_batches and tail is None
         self._comm = comm
-        self._asks_every = check_agree_stop(agree_stop)
+        self._agrees = check_agree_stop(agree_stop)
         self._engine_options: dict[str, Any] = {
             "split_batches": split_batches,
             "even_batches": even_batches,
@@ -308,13 +308,13 @@ class ShardHandler:
                 "resumed."
             )
         ranks = self.ranks()
-        is_alone = ranks.world_size == 1 or not self._asks_every
+        is_alone = ranks.world_size == 1 or not self._agrees
         attachment = Attachment(
             self,
             is_eval=self._is_eval,
             steps=self._steps,
             window=self._window,
-            stops=None if is_alone else Stops(ranks, self._asks_every),
+            stops=None if is_alone else Stops(ranks),
         )
         attachment.attach(engine, snapshot)
         self._attachments[engine] = attachment

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from typing import Any
 
 from torch.amp.grad_scaler import GradScaler
@@ -11,32 +10,19 @@ from shardplug import PlanError
 from shardplug_ignite.steps import RealSteps
 
 
-def check_agree_stop(agree_stop: Any) -> int:
-    """Check how often ranks are to ask each other.
+def check_agree_stop(agree_stop: Any) -> bool:
+    """Check whether ranks are to stop together.
 
     Args:
         agree_stop: As the user gave it.
 
-    Returns:
-        How many iterations lie between; 0: they never ask.
-
     Raises:
-        PlanError: If it is none of what it may be.
+        PlanError: If it is no truth value, of Python or numpy.
     """
-    try:
-        every = operator.index(agree_stop)
-    except TypeError:
-        every = int(agree_stop) if _is_numpys_flag(agree_stop) else -1
-    if every < 1 and not (isinstance(agree_stop, bool) or _is_numpys_flag(agree_stop)):
-        raise PlanError(
-            "`agree_stop` must be true, false or a number of iterations of at least 1, got "
-            f"{agree_stop!r}."
-        )
-    return every
-
-
-def _is_numpys_flag(value: Any) -> bool:
-    return getattr(getattr(value, "dtype", None), "kind", None) == "b"
+    is_numpys = getattr(getattr(agree_stop, "dtype", None), "kind", None) == "b"
+    if not isinstance(agree_stop, bool) and not is_numpys:
+        raise PlanError(f"`agree_stop` must be True or False, got {agree_stop!r}.")
+    return bool(agree_stop)
 
 
 def real_steps(

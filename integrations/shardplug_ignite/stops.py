@@ -1,24 +1,28 @@
 """All ranks stop together: what one rank asks of its engine, all ranks do.
 
 An engine looks after each event whether it is to stop. Until an iteration ends that is put off;
-then ranks begin to tell each other what was asked for, and go on. A rank that has nothing to ask
-for waits for none: it looks at the end of the next iteration at what it was told, and by then
-knows. One that has something to ask for waits at once. So what all ranks ask for together is done
-at once, and what only some ask for at the end of the following iteration, by all.
+then a rank that was asked for something lets all ranks meet, at the end of this iteration or as
+soon as can be after it, and they tell each other. What all ranks ask for together, or what was
+asked for before, is then done at once; what only some have just asked for is done by all one
+iteration later. So an iteration that one rank asks in does not depend on how far others are, where
+ranks wait for each other in each iteration.
 
 Where all ranks stand still in any case, at the start, around an epoch and at the end of its last
-iteration, they ask each other there and then. Where ranks evaluate different numbers of batches,
+iteration, they tell each other there and then. Where ranks evaluate different numbers of batches,
 those that have more tell what they were asked for in them at the end of the epoch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
+from functools import reduce
+from itertools import chain
+from operator import or_
 from typing import Literal, final
 
 from ignite.engine import Engine
 
-from shardplug import Comm, TorchComm
+from shardplug import Comm, SyncPoint
 
 _TERMINATE, _SKIP_COMPLETED, _LEAVE_EPOCH, _SKIP_EPOCH_COMPLETED, _INTERRUPT = 1, 2, 4, 8, 16
 
@@ -29,20 +33,25 @@ class Stops:
 
     Args:
         ranks: Those that stop together.
-        every: In which iterations they ask each other: those that are a multiple of it.
     """
 
-    def __init__(self, ranks: Comm, every: int) -> None:
+    def __init__(self, ranks: Comm) -> None:
         self._ranks = ranks
-        self._every = every
-        self._held = 0
-        self._answers: Callable[[], _ByRank] | None = None
+        self._sync: SyncPoint | None = None
+        self._held = 0  # what this rank was asked for in this iteration
+        self._overdue = 0  # in one before
+        self._due = 0  # what all are to do at the end of the next
         self._began = 0
         self._last: int | None = None
 
     def begin_run(self) -> None:
-        """Forget what an earlier run was asked for and has not done."""
-        self._held, self._answers = 0, None
+        """Forget what an earlier run was asked for and has not done.
+
+        Collective: every rank must call it.
+        """
+        if self._sync is None:
+            self._sync = SyncPoint(self._ranks)
+        self._forget()
 
     def begin_epoch(self, began: int, last: int | None) -> None:
         """Be told what an epoch is like.
@@ -65,9 +74,9 @@ class Stops:
             _set(engine, 0)
 
     def end_iteration(self, engine: Engine) -> None:
-        """Do what was told at the end of the iteration before, and tell what is new.
+        """Do what all are to do, and meet if a rank was asked for something.
 
-        Collective: every rank must call it.
+        Every rank must call it.
 
         Args:
             engine: The engine.
@@ -80,9 +89,9 @@ class Stops:
         self.hold(engine)
         if left is not None and left < 0:
             return  # not all ranks have this one
-        flags = self._heard()
-        if not flags and iteration % self._every == 0:
-            flags = self._ask()
+        flags, self._due = self._due, 0
+        if not flags:
+            flags = self._meet_if_asked(iteration)
         if flags:
             _set(engine, flags)
 
@@ -95,38 +104,40 @@ class Stops:
             engine: The engine.
             iter_counter: Of no use; Ignite passes it where an epoch is left.
         """
-        own = self._heard() | self._held | _flags_of(engine)
-        self._held = 0
-        flags = _together(self._ranks.all_gather_ints([own]))
+        own = _flags_of(engine) | self._held | self._overdue | self._due
+        self._forget()
+        flags = _any_of(self._meet(engine.state.iteration, own, 0))
         if flags:
             _set(engine, flags)
 
-    def _heard(self) -> int:
-        """Tell what was told last."""
-        answers, self._answers = self._answers, None
-        return 0 if answers is None else _together(answers())
-
-    def _ask(self) -> int:
-        """Begin to tell; return what is to be done now, by all."""
-        told, self._held = self._held, 0
-        if not told and isinstance(self._ranks, TorchComm):
-            self._answers = self._ranks.begin_all_gather_ints([told])
+    def _meet_if_asked(self, iteration: int) -> int:
+        """Return what is to be done now, by all."""
+        assert self._sync is not None  # a run has begun
+        asked = self._held | self._overdue
+        if not self._sync.reached(iteration, asks=bool(asked)):
+            self._held, self._overdue = 0, asked
             return 0
-        by_rank = self._ranks.all_gather_ints([told])
-        if all(flags for (flags,) in by_rank):
-            return _together(by_rank)
-        self._answers = lambda: by_rank  # those that asked for nothing do not know yet
+        by_rank = self._meet(iteration, self._held, self._overdue)
+        self._overdue = 0
+        overdue = _any_of((flags,) for _, flags in by_rank)
+        if overdue:
+            return overdue  # what is asked for here comes next
+        flags, self._held = _any_of(by_rank), 0
+        if all(held for held, _ in by_rank):
+            return flags
+        self._due = flags
         return 0
 
+    def _forget(self) -> None:
+        self._held = self._overdue = self._due = 0
 
-_ByRank = Sequence[tuple[int, ...]]
+    def _meet(self, iteration: int, held: int, overdue: int) -> Sequence[tuple[int, ...]]:
+        assert self._sync is not None  # a run has begun
+        return self._sync.meet(iteration, (held, overdue))
 
 
-def _together(by_rank: _ByRank) -> int:
-    flags = 0
-    for (told,) in by_rank:
-        flags |= told
-    return flags
+def _any_of(by_rank: Iterable[tuple[int, ...]]) -> int:
+    return reduce(or_, chain.from_iterable(by_rank), 0)
 
 
 def _interrupts(engine: Engine) -> bool:

@@ -36,6 +36,7 @@ if typing.TYPE_CHECKING:  # pragma: no cover
     )
     from shardplug.scheduler import StepSyncedScheduler
     from shardplug.streams import IterableDatasetShard
+    from shardplug.sync_point import SyncPoint
 
 __all__ = [
     "BatchError",
@@ -61,6 +62,7 @@ __all__ = [
     "StepKind",
     "StepOutcome",
     "StepSyncedScheduler",
+    "SyncPoint",
     "Tail",
     "TorchComm",
     "check_options",
@@ -99,6 +101,7 @@ _HOMES = {
     "StepKind": "plan.window",
     "StepOutcome": "plan.window",
     "StepSyncedScheduler": "scheduler",
+    "SyncPoint": "sync_point",
     "Tail": "plan.split",
     "TorchComm": "comm_torch",
     "check_options": "options",

@@ -10,14 +10,14 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Collection, Sequence
-from typing import Any, NamedTuple, final
+from typing import Any, final
 
 from shardplug.comm import Comm, agree
 from shardplug.errors import CommError
 from shardplug.inbox import Inbox
 from shardplug.messages import InterruptError as InterruptError  # part of what is offered here
 from shardplug.outbox import Outbox
-from shardplug.wires import Listener, Offer, connect, host_name
+from shardplug.wires import connect_all
 
 
 @final
@@ -135,13 +135,6 @@ class Channel:
         return self._end
 
 
-class _Facts(NamedTuple):
-    """What each rank tells the others before they connect."""
-
-    host: str
-    offer: Offer | None
-
-
 def open_channel(
     comm: Comm,
     *,
@@ -168,36 +161,15 @@ def open_channel(
     Raises:
         CommError: If an argument is wrong, or a rank cannot reach the reader.
     """
-    listener: Listener | None = None
-
-    def state() -> _Facts:
-        nonlocal listener
-        _check(comm, reader, hosts)
-        if comm.rank == reader and comm.world_size > 1:
-            listener = Listener(addresses)
-        host = host_name() if hosts is None else hosts[comm.rank]
-        return _Facts(host, None if listener is None else listener.offer)
-
-    end: Outbox | Inbox | None = None
-
-    def reach() -> None:
-        nonlocal end
-        offer = facts[reader].offer
-        if offer is not None and comm.rank != reader:
-            is_same_host = facts[reader].host == facts[comm.rank].host
-            connection, is_local = connect(offer, comm.rank, is_same_host=is_same_host)
-            end = Inbox(connection, is_local=is_local, reader=reader, is_pinned=is_pinned)
-
-    try:
-        facts = agree(comm, state)
-        agree(comm, reach)
-    except BaseException:  # an interrupt too: no socket or thread may stay behind
-        _give_up(listener, end)
-        raise
-    if listener is not None:
-        listener.stop()
-        end = Outbox(listener.connected)
-    return Channel(comm.rank, reader, end)
+    agree(comm, lambda: _check(comm, reader, hosts))
+    connected = connect_all(comm, reader, hosts=hosts, addresses=addresses)
+    if comm.world_size == 1:
+        return Channel(comm.rank, reader, None)
+    if comm.rank == reader:
+        return Channel(comm.rank, reader, Outbox(connected))
+    connection, is_local = connected[reader]
+    inbox = Inbox(connection, is_local=is_local, reader=reader, is_pinned=is_pinned)
+    return Channel(comm.rank, reader, inbox)
 
 
 def _check(comm: Comm, reader: int, hosts: Sequence[str] | None) -> None:
@@ -207,15 +179,6 @@ def _check(comm: Comm, reader: int, hosts: Sequence[str] | None) -> None:
         raise CommError(
             f"`hosts` must have a name for each of the {comm.world_size} ranks, got {len(hosts)}."
         )
-
-
-def _give_up(listener: Listener | None, end: Inbox | Outbox | None) -> None:
-    if end is not None:
-        end.close()
-    if listener is not None:
-        listener.stop()
-        for connection, _ in listener.connected.values():
-            connection.close()
 
 
 def _close_end(end: Outbox | Inbox | None, owner: int) -> None:

@@ -10,8 +10,8 @@ import operator
 import os
 import pickle
 import struct
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar, final
 
@@ -96,7 +96,6 @@ class TorchComm:
             _MOST_HEAD_BYTES, max(_LEAST_HEAD_BYTES, _ALL_HEADS_BYTES // self._world_size)
         )
         self._inline_bytes = self._head_bytes - _HEAD.size
-        self._stream: Any = None  # made when it is needed
 
     @property
     def rank(self) -> int:
@@ -123,45 +122,13 @@ class TorchComm:
             CommError: If a value is out of range, ranks are in different collectives, or
                 torch.distributed fails.
         """
-        data = _packed(values)
-        return _unpacked(self._gather(_GATHER_INTS, len(data) // 8, data))
-
-    def begin_all_gather_ints(self, values: Sequence[int]) -> Callable[[], list[tuple[int, ...]]]:
-        """Begin what `all_gather_ints` does, and go on with other things meanwhile.
-
-        It is an ordinary collective in the order of all, where it begins. The other ranks may call
-        `all_gather_ints` instead.
-
-        Collective: every rank must call it, and what it returns, once, before the group ends.
-
-        Args:
-            values: Integers in [-2^63, 2^63), a few: what fits into the first message.
-
-        Returns:
-            What waits for the values of all ranks, and returns them, by rank. On a device, other
-            work that has been given to it is not waited for.
-
-        Raises:
-            CommError: If a value is out of range, there are too many, or torch.distributed fails;
-                when the values are waited for, also if ranks are in different collectives.
-        """
-        data = _packed(values)
-        number = len(data) // 8
-        if len(data) > self._inline_bytes:
-            raise CommError(
-                f"`values` must be at most {self._inline_bytes // 8} to be gathered while other "
-                f"things are done, got {number}. Use all_gather_ints()."
-            )
-        with Postponed(), self._named(_GATHER_INTS, number):
-            end = self._begin_exchange(_HEAD.pack(_GATHER_INTS, number, len(data)) + data)
-
-        def result() -> list[tuple[int, ...]]:
-            with Postponed():
-                with self._named(_GATHER_INTS, number):
-                    messages = end()
-                return _unpacked(_read(messages)[1])
-
-        return result
+        integers = [operator.index(value) for value in values]
+        for value in integers:
+            if not -(2**63) <= value < 2**63:
+                raise CommError(f"`values` must be in [-2^63, 2^63), got {value}.")
+        data = struct.pack(f"<{len(integers)}q", *integers)
+        by_rank = self._gather(_GATHER_INTS, len(integers), data)
+        return [struct.unpack(f"<{len(integers)}q", packed) for packed in by_rank]
 
     def all_gather_object(self, value: T) -> list[T]:
         """Give every rank the picklable values of all ranks, by rank; its own as it is.
@@ -244,7 +211,15 @@ class TorchComm:
         head = _HEAD.pack(call, number, size) + (data or b"")[: self._inline_bytes]
         with self._named(call, number):
             messages = self._exchange(head, self._head_bytes)
-        return _read(messages, failure)
+        heads = [_HEAD.unpack_from(message) for message in messages]
+        _raise_unless_together([(call, number) for call, number, _ in heads])
+        sizes = [size for _, _, size in heads]
+        raise_unless_sent([size != _CANNOT_SEND for size in sizes], failure)
+        inline = [
+            message[_HEAD.size : _HEAD.size + size]
+            for message, size in zip(messages, sizes, strict=True)
+        ]
+        return sizes, inline
 
     def _exchange(self, data: bytes, num_bytes: int) -> list[memoryview]:
         """Give every rank the data of all, filled up to ``num_bytes``."""
@@ -257,35 +232,6 @@ class TorchComm:
         received.copy_(by_rank)
         rows = memoryview(buffer)
         return [rows[i * num_bytes : (i + 1) * num_bytes] for i in range(self._world_size)]
-
-    def _begin_exchange(self, head: bytes) -> Callable[[], list[memoryview]]:
-        """Begin to give every rank the first messages of all; return what waits for them."""
-        num_bytes = self._head_bytes
-        buffer = bytearray(self._world_size * num_bytes)
-        received = torch.frombuffer(buffer, dtype=torch.uint8).view(self._world_size, num_bytes)
-        with self._beside():
-            by_rank = received.to(self._device)
-            mine = torch.frombuffer(_filled_up(head, num_bytes), dtype=torch.uint8)
-            work = dist.all_gather(
-                list(by_rank), mine.to(self._device), group=self._group, async_op=True
-            )
-
-        def end() -> list[memoryview]:
-            with self._beside():
-                work.wait()
-                received.copy_(by_rank)
-            rows = memoryview(buffer)
-            return [rows[at : at + num_bytes] for at in range(0, len(buffer), num_bytes)]
-
-        return end
-
-    def _beside(self) -> AbstractContextManager[object]:
-        """Keep copies from and to a GPU out of the way of what it is busy with."""
-        if self._device.type != "cuda":
-            return nullcontext()
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(self._device)
-        return torch.cuda.stream(self._stream)
 
     def _broadcast(self, data: bytes, num_bytes: int, *, src: int) -> memoryview:
         """Give every rank the data of rank ``src``, which has ``num_bytes``."""
@@ -450,33 +396,6 @@ def _filled_up(data: bytes, num_bytes: int) -> bytearray:
     buffer = bytearray(num_bytes)
     buffer[: len(data)] = data
     return buffer
-
-
-def _packed(values: Sequence[int]) -> bytes:
-    integers = [operator.index(value) for value in values]
-    for value in integers:
-        if not -(2**63) <= value < 2**63:
-            raise CommError(f"`values` must be in [-2^63, 2^63), got {value}.")
-    return struct.pack(f"<{len(integers)}q", *integers)
-
-
-def _unpacked(by_rank: Sequence[memoryview]) -> list[tuple[int, ...]]:
-    return [struct.unpack(f"<{len(packed) // 8}q", packed) for packed in by_rank]
-
-
-def _read(
-    messages: Sequence[memoryview], failure: Exception | None = None
-) -> tuple[list[int], list[memoryview]]:
-    """Read first messages: how many bytes each rank has to send, and those that fitted."""
-    heads = [_HEAD.unpack_from(message) for message in messages]
-    _raise_unless_together([(call, number) for call, number, _ in heads])
-    sizes = [size for _, _, size in heads]
-    raise_unless_sent([size != _CANNOT_SEND for size in sizes], failure)
-    inline = [
-        message[_HEAD.size : _HEAD.size + size]
-        for message, size in zip(messages, sizes, strict=True)
-    ]
-    return sizes, inline
 
 
 def _raise_unless_together(places: Sequence[tuple[int, int]]) -> None:

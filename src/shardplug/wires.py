@@ -14,12 +14,13 @@ import socket
 import struct
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol, final
+from typing import NamedTuple, Protocol, final
 from weakref import WeakSet
 
+from shardplug.comm import Comm, agree
 from shardplug.errors import CommError
 
 _TRIAL_S = 5.0  # for each address, and for each step of proving who one is
@@ -185,9 +186,74 @@ def connect(offer: Offer, rank: int, *, is_same_host: bool) -> tuple[socket.sock
         except OSError as error:
             tried.append(f"{address} port {offer.port} ({error})")
     raise CommError(
-        f"Rank {rank} cannot reach the rank that reads, tried: {'; '.join(tried)}. Let ranks "
-        "connect to each other, or give an address of that rank that leads there."
+        f"Rank {rank} cannot reach the rank that listens, tried: {'; '.join(tried)}. "
+        "Let ranks connect to each other, or give an address of that rank that leads there."
     )
+
+
+class _Facts(NamedTuple):
+    """What each rank tells the others before they connect."""
+
+    host: str
+    offer: Offer | None
+
+
+def connect_all(
+    comm: Comm, hub: int, *, hosts: Sequence[str] | None = None, addresses: Sequence[str] = ()
+) -> Mapping[int, tuple[socket.socket, bool]]:
+    """Connect one rank with all others.
+
+    Collective: every rank must call it.
+
+    Args:
+        comm: The ranks.
+        hub: The one rank.
+        hosts: By rank, names of hosts; None: found out.
+        addresses: Where other hosts find the hub's, tried before those that it knows itself.
+
+    Returns:
+        By rank, a blocking socket and whether it is one of the host: on the hub to all others, on
+        those to the hub.
+
+    Raises:
+        CommError: If no socket can be had, or a rank cannot reach the hub; on all ranks.
+    """
+    connected: dict[int, tuple[socket.socket, bool]] = {}
+    listener: Listener | None = None
+
+    def state() -> _Facts:
+        nonlocal listener
+        if comm.rank == hub and comm.world_size > 1:
+            listener = Listener(addresses)
+        host = host_name() if hosts is None else hosts[comm.rank]
+        return _Facts(host, None if listener is None else listener.offer)
+
+    def reach() -> None:
+        offer = facts[hub].offer
+        if offer is not None and comm.rank != hub:
+            is_same_host = facts[hub].host == facts[comm.rank].host
+            connected[hub] = connect(offer, comm.rank, is_same_host=is_same_host)
+
+    try:
+        facts = agree(comm, state)
+        agree(comm, reach)
+    except BaseException:  # an interrupt too: no socket or thread may stay behind
+        _give_up(listener, connected)
+        raise
+    if listener is None:
+        return connected
+    listener.stop()
+    return listener.connected
+
+
+def _give_up(
+    listener: Listener | None, connected: Mapping[int, tuple[socket.socket, bool]]
+) -> None:
+    if listener is not None:
+        listener.stop()
+        connected = listener.connected
+    for connection, _ in connected.values():
+        connection.close()
 
 
 def receive_exactly(connection: socket.socket, view: memoryview) -> None:

@@ -552,7 +552,7 @@ def test_a_rank_that_cannot_reach_the_reader_is_named_on_all(
         away = dataclasses.replace(offer, addresses=()) if rank == 2 else offer
         return reach(away, rank, **options)
 
-    monkeypatch.setattr(channel_module, "connect", cut_off)
+    monkeypatch.setattr(wires, "connect", cut_off)
 
     def body(comm: LockstepComm) -> str:
         with pytest.raises(CommError) as raised:
@@ -560,7 +560,7 @@ def test_a_rank_that_cannot_reach_the_reader_is_named_on_all(
         return str(raised.value)
 
     for told in run_ranks(3, body):
-        assert "Rank 2 cannot reach the rank that reads" in told
+        assert "Rank 2 cannot reach the rank that listens" in told
 
 
 def test_addresses_are_tried_in_order_and_named_where_none_leads_there() -> None:
@@ -574,7 +574,7 @@ def test_addresses_are_tried_in_order_and_named_where_none_leads_there() -> None
         assert not is_local
     finally:
         listener.stop()
-    with pytest.raises(CommError, match="Rank 1 cannot reach the rank that reads, tried: its"):
+    with pytest.raises(CommError, match="Rank 1 cannot reach the rank that listens, tried: its"):
         connect(listener.offer, 1, is_same_host=True)
     for made, _ in listener.connected.values():
         made.close()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import atexit
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import pytest
 import torch
@@ -187,28 +185,3 @@ def test_the_first_message_is_smaller_where_more_ranks_receive_it(
     comm.barrier()
     assert comm.all_gather_object(b"x" * 400) == [b"x" * 400] * world_size
     assert sent == [(world_size, num_bytes)] * 2
-
-
-def test_what_is_gathered_meanwhile_has_a_stream_of_its_own(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Else the host would wait for all that the device is busy with."""
-    entered: list[str] = []
-
-    @contextmanager
-    def inside(stream: str) -> Iterator[None]:
-        entered.append(stream)
-        yield
-
-    streams = iter(["first", "second"])
-    monkeypatch.setattr(torch.cuda, "Stream", lambda _: next(streams))
-    monkeypatch.setattr(torch.cuda, "stream", inside)
-    monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(dist, "get_rank", lambda _=None: 0)
-    monkeypatch.setattr(dist, "get_world_size", lambda _=None: 2)
-    for device, expected in (("cpu", []), ("cuda", ["first", "first"])):
-        comm = comm_torch.TorchComm(device=torch.device(device))
-        for _ in range(2):
-            with comm._beside():
-                pass
-        assert entered == expected

@@ -54,6 +54,7 @@ def lasting(attach: Callable[[Engine, int], object], max_epochs: int = 2) -> lis
 
     def rank(comm: Comm) -> int:
         engine, _ = counting(comm)
+        engine.add_event_handler(Events.ITERATION_STARTED, lambda _: comm.barrier())  # as DDP does
         attach(engine, comm.rank)
         return engine.run(loader_of(16), max_epochs=max_epochs).iteration
 

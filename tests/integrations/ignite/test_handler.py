@@ -786,7 +786,7 @@ OF_A_WRONG_KIND: dict[str, list[Any]] = {
     "gradient_accumulation_steps": [1.5, "2", True, 0],
     "batches_per_message": [0, 1.5, "2", None],
     "data_seed": ["a", 0.5, False],
-    "agree_stop": ["a", 0, -1, 0.5, None],
+    "agree_stop": ["a", 0, 1, 16, 0.5, None, torch.tensor(True)],
     "slice_fn_for_dispatch": [3],
     "comm": [4],
     "device": ["nope", 0.5, True, []],
@@ -831,7 +831,7 @@ def test_numbers_and_truth_values_of_numpy_are_taken() -> None:
         "data_seed": np.int64(3),
     }
     split = [[[0], [2], [4], [6]], [[1], [3], [5], [7]]]
-    for asks in (np.int64(2), np.bool_(True), np.bool_(False)):
+    for asks in (np.bool_(True), np.bool_(False)):
         assert by_rank(2, run, agree_stop=asks, **options) == split
 
 

@@ -1,15 +1,16 @@
-"""What one rank asks of its engine, all ranks do, and none waits for another."""
+"""What one rank asks of its engine, all ranks do, without a message until one does."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from threading import Event
 from typing import Any
 
 import pytest
 from ignite.engine import Engine, Events
 from torch.utils.data import DataLoader
 
-from shardplug import Comm, PlanError, SoloComm
+from shardplug import Comm
 from shardplug.testing import run_ranks
 from shardplug_ignite import ShardHandler
 from tests.integrations.ignite.data import Ids, Stream
@@ -101,12 +102,39 @@ def test_a_step_may_ask_too() -> None:
         def step(engine: Engine, _: object) -> None:
             if comm.rank == engine.state.iteration == 1:
                 engine.terminate()
+            comm.barrier()
 
         engine = Engine(step)
         ShardHandler(comm=comm).attach(engine)
         return engine.run(loader(), max_epochs=2).iteration
 
     assert run_ranks(WORLD_SIZE, rank) == [2] * WORLD_SIZE
+
+
+@pytest.mark.parametrize("asks", range(WORLD_SIZE))
+def test_ranks_that_do_not_wait_for_each_other_stop_where_the_first_of_them_can(asks: int) -> None:
+    """The one that asks is behind the others, and goes on until it is where they are."""
+    first = (asks + 1) % WORLD_SIZE
+    has_come, has_asked = Event(), Event()
+
+    def rank(comm: Comm) -> int:
+        def step(engine: Engine, _: object) -> None:
+            at = engine.state.iteration
+            if comm.rank == first and at == 3:
+                has_come.set()
+                has_asked.wait()
+            elif comm.rank == asks and at == 1:
+                has_come.wait()
+                engine.terminate()
+                has_asked.set()
+
+        engine = Engine(step)
+        ShardHandler(comm=comm).attach(engine)
+        return engine.run(DataLoader(Ids(20 * WORLD_SIZE)), max_epochs=2).iteration
+
+    found = run_ranks(WORLD_SIZE, rank)
+    assert found == found[:1] * WORLD_SIZE
+    assert 3 <= found[0] <= 20
 
 
 @pytest.mark.parametrize("event", [Events.ITERATION_STARTED, Events.ITERATION_COMPLETED])
@@ -127,7 +155,7 @@ def test_ranks_may_ask_for_different_things_one_after_the_other() -> None:
     """Rank 1 asks for more while what rank 0 asked for is on its way."""
 
     def rank(comm: Comm) -> list[str]:
-        engine, log = Engine(lambda *_: None), []
+        engine, log = Engine(lambda *_: comm.barrier()), []
         handler = ShardHandler(comm=comm)
         handler.attach(engine)
 
@@ -150,7 +178,7 @@ def test_ranks_may_ask_for_different_things_one_after_the_other() -> None:
 
 def test_what_a_run_left_undone_is_not_done_by_the_next() -> None:
     def rank(comm: Comm) -> list[int]:
-        engine = Engine(lambda *_: None)
+        engine = Engine(lambda *_: comm.barrier())
         ShardHandler(comm=comm).attach(engine)
         if comm.rank == 0:
             for number in (1, 2):  # the second time, all stop for the first
@@ -208,36 +236,16 @@ def test_the_end_of_an_epoch_that_nobody_foresaw_is_soon_enough(
     assert run_ranks(WORLD_SIZE, rank) == told(log)
 
 
-@pytest.mark.parametrize(
-    ("number", "log"), [(1, "1 2 3 4"), (3, "1 2 3 4"), (5, "1 2 3 4 | 5 6 7")]
-)
-def test_ranks_may_ask_less_often(number: int, log: str) -> None:
-    """In each third iteration, and where an epoch ends; a multiple of three is done at the next."""
-    at = at_iteration(Events.ITERATION_COMPLETED, number)
-    found = ask(at, lambda engine: engine.terminate(), agree_stop=3)
-    assert found == told(log, "terminate completed")
+def test_nothing_is_told_until_a_rank_asks() -> None:
+    def rank(comm: Comm) -> list[int]:
+        calls: list[int] = []
+        engine = Engine(lambda *_: calls.append(len(comm.calls)))  # type: ignore[attr-defined]
+        ShardHandler(comm=comm).attach(engine)
+        engine.run(loader(), max_epochs=1)
+        return calls
 
-
-@pytest.mark.parametrize("wrong", [0, -1, 1.5, "yes", None])
-def test_how_often_ranks_ask_is_checked(wrong: Any) -> None:
-    with pytest.raises(PlanError, match="`agree_stop` must be true, false or a number of iterat"):
-        ShardHandler(agree_stop=wrong, comm=SoloComm())
-
-
-@pytest.mark.parametrize("until", [{"max_iters": 3}, {"max_iters": 6}, {"max_epochs": 2}])
-def test_nothing_is_on_its_way_when_a_run_has_ended(until: dict[str, int]) -> None:
-    """A process group may be ended then."""
-
-    def rank(comm: Comm) -> bool:
-        engine = Engine(lambda *_: None)
-        handler = ShardHandler(comm=comm)
-        handler.attach(engine)
-        engine.run(loader(), **until)
-        stops = handler._attachments[engine]._stops
-        assert stops is not None
-        return stops._answers is None
-
-    assert run_ranks(WORLD_SIZE, rank) == [True] * WORLD_SIZE
+    for calls in run_ranks(WORLD_SIZE, rank):
+        assert calls == calls[:1] * 4
 
 
 # Evaluations in which ranks take different numbers of steps: 3, 3 and 2, of one row each.
@@ -359,7 +367,7 @@ def test_handlers_that_come_later_are_heard() -> None:
     """Ours are last even if others were attached after them."""
 
     def rank(comm: Comm) -> int:
-        engine = Engine(lambda _, __: None)
+        engine = Engine(lambda _, __: comm.barrier())
         ShardHandler(comm=comm).attach(engine)
         if comm.rank == 0:
             engine.add_event_handler(at_iteration(Events.ITERATION_COMPLETED, 2), engine.terminate)
@@ -389,7 +397,7 @@ def test_a_rank_alone_stops_at_once() -> None:
 
 def test_runs_without_data_stop_together_too() -> None:
     def rank(comm: Comm) -> int:
-        engine = Engine(lambda _, __: None)
+        engine = Engine(lambda _, __: comm.barrier())
         ShardHandler(comm=comm).attach(engine)
         if comm.rank == 0:
             engine.add_event_handler(at_iteration(Events.ITERATION_STARTED, 2), engine.terminate)
@@ -407,6 +415,7 @@ def test_a_run_that_one_rank_ended_is_resumed_exactly(event: Any, after: int) ->
         seen: list[tuple[int, list[int]]] = []
 
         def step(_: Engine, batch: Any) -> None:
+            comm.barrier()
             rows = batch.tolist()[: handler.loader.valid_rows]
             seen.append((handler.loader.epoch, rows))
 
