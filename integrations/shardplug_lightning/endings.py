@@ -16,7 +16,9 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, ProgressBar
 
 from shardplug_lightning.internals import (
+    COUNTS,
     callback_metrics,
+    callbacks_of,
     count_logged_steps,
     counts_step_again,
     end_epoch,
@@ -25,8 +27,6 @@ from shardplug_lightning.internals import (
     logged_in_epoch,
     starts_epoch,
 )
-
-_COUNTS = ("ready", "started", "processed", "completed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +118,7 @@ def announce_epoch(trainer: Trainer) -> None:
     """
     if not trainer.fit_loop.restarted_mid_epoch:
         return
-    for each in trainer.callbacks:  # type: ignore[attr-defined]  # of the connector's making
+    for each in callbacks_of(trainer):
         if isinstance(each, ProgressBar | GradientAccumulationScheduler):
             each.on_train_epoch_start(trainer, trainer.lightning_module)
 
@@ -132,7 +132,7 @@ def rewind(progress: Mapping[str, Any], batches: int) -> None:
     """
     current = progress["current"]
     before = progress["total"]["processed"] - current["processed"]
-    for name in _COUNTS:
+    for name in COUNTS:
         current[name] = batches + (name in {"ready", "started"})
     _count_all(progress, before)
 
@@ -150,7 +150,7 @@ def align(progress: Mapping[str, Any]) -> None:
 
 
 def _count_all(progress: Mapping[str, Any], before: int) -> None:
-    for name in _COUNTS:
+    for name in COUNTS:
         progress["total"][name] = before + progress["current"][name]
 
 
@@ -160,7 +160,7 @@ def leave_behind(progress: dict[str, Any]) -> None:
     Args:
         progress: The counts of a loop in a checkpoint.
     """
-    progress["current"] = dict.fromkeys(_COUNTS, 0)
+    progress["current"] = dict.fromkeys(COUNTS, 0)
     progress["is_last_batch"] = False
 
 

@@ -32,13 +32,20 @@ from collections.abc import Iterator
 from typing import Any
 
 import lightning
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, Trainer
 from torch.utils.data import BatchSampler
 
 from shardplug import PlanError
 
 _PARAMETERS = ("dataloader", "shuffle", "mode")
-_COUNTS = ("ready", "started", "processed", "completed")
+COUNTS = ("ready", "started", "processed", "completed")
+"""What Lightning counts of batches and epochs, in the order in which they come."""
+
+
+def callbacks_of(trainer: Trainer) -> list[Callback]:
+    """Return a trainer's callbacks, which a connector sets without declaring them."""
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # see above
+    return callbacks
 
 
 def is_sharded_by_user(trainer: Trainer) -> bool:
@@ -136,7 +143,7 @@ def count_batches(trainer: Trainer, done: int) -> None:
         # The batch that had failed is none of these, and the end of the epoch is still to come.
         for counted in (loop.val_loop.batch_progress.current, loop.val_loop.batch_progress.total):
             counted.ready, counted.started, counted.processed, counted.completed = 1, 1, 0, 0
-    for name in _COUNTS:
+    for name in COUNTS:
         setattr(progress.current, name, limit)
         setattr(progress.total, name, progress.total.processed)
     progress.is_last_batch = True
@@ -181,14 +188,14 @@ def _batch_progress(trainer: Trainer) -> tuple[Any, Any]:
     loop = getattr(trainer.fit_loop, "epoch_loop", None)
     progress = getattr(loop, "batch_progress", None)
     current = getattr(progress, "current", None)
-    known = all(isinstance(getattr(current, name, None), int) for name in _COUNTS)
+    known = all(isinstance(getattr(current, name, None), int) for name in COUNTS)
     if not known or not hasattr(loop, "update_restart_stage"):
         raise _cannot_go_on("Trainer.fit_loop.epoch_loop.batch_progress")
     return loop, progress
 
 
 def _shift(progress: Any, by: int) -> None:
-    for name in _COUNTS:
+    for name in COUNTS:
         setattr(progress.current, name, getattr(progress.current, name) + by)
 
 

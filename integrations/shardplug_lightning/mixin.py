@@ -45,21 +45,6 @@ WorkerSplit = Literal["auto", "shardplug", "dataset"]
 
 _NO_LENGTH = -1
 
-_AS_GIVEN = (
-    "even_batches",
-    "data_seed",
-    "rng_types",
-    "dispatch_batches",
-    "slice_fn_for_dispatch",
-    "use_stateful_dataloader",
-    "already_sharded",
-    "sync_order",
-    "worker_split",
-    "batches_per_message",
-    "seed_samples",
-)
-"""Options that are the same for every loader."""
-
 
 class ShardStrategyMixin(Strategy):
     """Sharding for a strategy of Lightning's: put it first, before the class that trains.
@@ -237,13 +222,13 @@ class ShardStrategyMixin(Strategy):
         options = self.shard_options
         if dataloader is not None and not isinstance(dataloader, DataLoader):
             dataloader = ready_batches(dataloader)
-        chosen = {name: getattr(options, name) for name in _AS_GIVEN}
+        chosen = options.for_core()
+        chosen["split_batches"] &= is_training
         is_seedable = options.use_seedable_sampler
         if is_seedable is None:
             is_seedable = options.data_seed is not None or is_globally_seeded()
         return prepare_data_loader(
             dataloader,
-            split_batches=options.split_batches and is_training,
             use_seedable_sampler=is_seedable,
             tail=options.tail if is_training else self._evaluation_tail(dataloader),
             torch_device_mesh=self._mesh(),

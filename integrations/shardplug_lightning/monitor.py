@@ -11,6 +11,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import CombinedLoader
 
 from shardplug import PlanError, current_comm
+from shardplug_lightning.internals import callbacks_of
 from shardplug_lightning.views import LoaderView
 
 _log = logging.getLogger("shardplug_lightning.monitor")
@@ -194,8 +195,7 @@ class ShardMonitor(Callback):
 
 def is_monitored(trainer: Trainer) -> bool:
     """Tell whether one of a trainer's callbacks asks for what is counted."""
-    callbacks: list[Callback] = getattr(trainer, "callbacks")  # noqa: B009  # set by a connector
-    return any(isinstance(each, ShardMonitor) for each in callbacks)
+    return any(isinstance(each, ShardMonitor) for each in callbacks_of(trainer))
 
 
 def _views_of(trainer: Trainer) -> list[LoaderView]:

@@ -51,9 +51,12 @@ class ShardOptions:
         _check_tail("tail", self.tail, TRAINING_TAILS, or_none=True)
         _check_tail("evaluation_tail", self.evaluation_tail, Tail)
         _check_seed(self.data_seed, self.use_seedable_sampler)
-        # These mean something else here than in the core, or are not there.
+        check_options(**self.for_core())
+
+    def for_core(self) -> dict[str, Any]:
+        """List the values of those that mean in the core what they mean here."""
         own = {"tail", "evaluation_tail", "use_seedable_sampler"}
-        check_options(**{name: getattr(self, name) for name in self.names() if name not in own})
+        return {name: getattr(self, name) for name in self.names() if name not in own}
 
     @classmethod
     def names(cls) -> tuple[str, ...]:

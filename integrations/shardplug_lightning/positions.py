@@ -33,6 +33,7 @@ from shardplug_lightning.endings import (
     take_back_fetch,
 )
 from shardplug_lightning.internals import (
+    callbacks_of,
     count_as_over,
     count_batches,
     fetch_again,
@@ -508,7 +509,7 @@ def _has_to_validate(loops: Mapping[str, Any]) -> bool:
 def _longest_window(trainer: Trainer) -> int:
     """Count the most batches of which gradients are accumulated in a run."""
     steps = [trainer.accumulate_grad_batches]
-    for each in trainer.callbacks:  # type: ignore[attr-defined]  # of the connector's making
+    for each in callbacks_of(trainer):
         if isinstance(each, GradientAccumulationScheduler):
             steps += each.scheduling.values()
     return max(steps)
