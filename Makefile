@@ -3,6 +3,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
+# Tests wait for other processes half of the time, so two of their processes share a core.
+JOBS ?= $(shell $(PYTHON) -c "import os; print(max(2, min(8, 2 * os.cpu_count())))")
 
 BIN := $(VENV)/bin
 STAMPS := $(VENV)/stamps
@@ -14,7 +16,7 @@ PROJECT := $(PIP) --no-build-isolation -e
 
 help:
 	@echo "make demo    train a small model, kill it, go on with more ranks, and show who saw what"
-	@echo "make test    run all tests with coverage; ARGS goes to pytest"
+	@echo "make test    run all tests with coverage; ARGS goes to pytest, JOBS of them run at once"
 	@echo "make lint    check format, rules, types and layers"
 	@echo "make format  format the code"
 	@echo "make bench   run the benchmarks; ARGS goes to them"
@@ -27,7 +29,8 @@ demo: $(STAMPS)/demo
 
 test: $(STAMPS)/test
 	@$(BIN)/coverage erase
-	@$(BIN)/python -m pytest -n 2 --dist worksteal --cov $(ARGS)
+# A thousand ranks are started; without bytecode on the disk each of them would compile the tests.
+	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(JOBS) --dist worksteal --cov $(ARGS)
 	@$(BIN)/coverage report --include='*/shardplug/plan/*' --fail-under=100
 
 lint: $(STAMPS)/lint
