@@ -105,13 +105,24 @@ class Channel:
         return self._end.receive()
 
     def leave(self, number: int) -> None:
-        """Take no more parcels of a pass, so that nobody waits for this rank; not on the reader.
+        """Give a pass up on this rank, so that nobody waits for it.
+
+        Another rank takes no more parcels, and the rest go on. After the reader, ``receive`` raises
+        a CommError where a rank goes on.
 
         Args:
             number: The pass; nothing happens if another one has begun since.
         """
         if isinstance(self._end, Inbox):
             self._end.leave(number)
+        elif self._end is not None:
+            self._end.leave(
+                number,
+                CommError(
+                    f"Rank {self._reader}, which reads for all, has left the pass before this "
+                    "rank. Take the same steps on every rank."
+                ),
+            )
 
     def interrupt(self) -> None:
         """Have calls that wait, and all until the next ``begin``, raise `InterruptError`.

@@ -857,10 +857,12 @@ class DataLoaderDispatcher(PreparedLoader):
 
         What is raised is told to all ranks first.
         """
-        channel = self._channel
+        channel, number = self._channel, self._num_passes
         try:
             yield from self._sent(source)
         except (GeneratorExit, InterruptError):
+            if channel is not None:
+                channel.leave(number)
             return
         except BaseException as error:
             if channel is not None:

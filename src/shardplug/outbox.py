@@ -264,6 +264,13 @@ class Outbox:
                 self._serve()
                 self._raise_if_stopped(number)
 
+    def leave(self, number: int, error: BaseException) -> None:
+        """Tell ranks that go on with a pass that no more of it comes; waits for nobody."""
+        failure = write_failure(error)
+        with self._sending:
+            if number == self._number and not self._is_closed:
+                self._tell(number, failure)
+
     def close(self) -> None:
         """End the connections; a send that is under way is given up."""
         if self._is_closed:

@@ -878,6 +878,27 @@ def test_a_rank_that_leaves_a_pass_earlier_holds_up_nobody(leaver: int) -> None:
     assert run_ranks(3, leave, timeout_s=10) == due
 
 
+@pytest.mark.parametrize("options", [{}, {"seed_samples": True}])
+def test_ranks_that_go_on_without_the_reader_are_told(options: dict[str, Any]) -> None:
+    def leave(comm: LockstepComm) -> Any:
+        loader = dispatched(DataLoader(numbers(24), 1), comm, **options)
+        steps = iter(loader)
+        seen = [next(steps).tolist() for _ in range(2)]
+        comm.barrier()
+        if comm.rank == 0:
+            steps.close()  # as leaving the loop does
+            return seen, None
+        error = error_of(lambda: seen.extend(batch.tolist() for batch in steps))
+        return seen[:2], f"{type(error).__name__}: {error}"
+
+    message = (
+        "CommError: Rank 0, which reads for all, has left the pass before this rank. Take the "
+        "same steps on every rank."
+    )
+    due = [([[rank], [3 + rank]], message if rank else None) for rank in range(3)]
+    assert run_ranks(3, leave, timeout_s=10) == due
+
+
 def test_training_and_validation_take_turns() -> None:
     def rows(comm: LockstepComm) -> Any:
         train = dispatched(DataLoader(numbers(12), 2), comm)
