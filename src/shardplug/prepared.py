@@ -280,7 +280,9 @@ class PreparedLoader(DataLoader[Any]):
             return size * (stop - start)
         consumed = [run.window.consumed]
         consumed += [
-            plan.cursor(min(at + offset, plan.num_steps)) for at in (start, stop) if at >= 0
+            _seen_before(min(at + offset, plan.num_steps), plan, size)
+            for at in (start, stop)
+            if at >= 0
         ]
         return consumed[-1] - consumed[-2]
 
@@ -728,3 +730,17 @@ class PreparedLoader(DataLoader[Any]):
         if self._settings.is_simulation or not self._settings.is_divided:
             return None
         return self.comm if self.comm.world_size > 1 else None
+
+
+def _seen_before(step: int, plan: ShardPlan, size: int) -> int:
+    """Count the samples that all ranks have been given before a step.
+
+    Args:
+        step: In [0, steps of the plan].
+        plan: After its last step it counts as consumed what is dropped, and what is read by ranks
+            that take a step more.
+        size: Rows of a full step over all ranks.
+    """
+    if step and plan.tail is not Tail.EXACT:
+        return min(plan.cursor(step - 1) + size, plan.cursor(plan.num_steps))
+    return plan.cursor(step)

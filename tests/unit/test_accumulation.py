@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from torch.optim.lr_scheduler import LambdaLR, LinearLR
 from torch.utils.data import DataLoader, IterableDataset
 
 from shardplug import PlanError, ShardEngine
+from shardplug.testing import LockstepComm, run_ranks
 
 
 class Stream(IterableDataset[torch.Tensor]):
@@ -137,6 +139,41 @@ def test_a_mean_over_real_rows_weighs_what_it_stands_for() -> None:
             optimizer.step()
     # One window of a full batch and one row: the mean of 0, 1, 2, 3, 4.
     assert weight.item() == pytest.approx(-2.0)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3])
+def test_rows_that_are_dropped_weigh_nothing(steps: int) -> None:
+    engine = ShardEngine(gradient_accumulation_steps=steps)
+    weight = torch.nn.Parameter(torch.zeros(1))
+    optimizer, loader = engine.prepare(
+        torch.optim.SGD([weight], lr=1.0), DataLoader(rows(11), 2, drop_last=True)
+    )
+    for batch in loader:
+        with engine.accumulate():
+            engine.backward((weight * batch).mean(), valid_rows=loader.valid_rows)
+            optimizer.step()
+            optimizer.zero_grad()
+    # Every gradient is 1, so that each window moves the weight by 1.
+    assert weight.item() == pytest.approx(-math.ceil(5 / steps))
+
+
+@pytest.mark.parametrize("tail", ["pad", "drop", "uneven", "exact"])
+def test_real_rows_are_those_that_ranks_were_handed_in_these_steps(tail: str) -> None:
+    def body(comm: LockstepComm) -> list[tuple[int, list[int | None]]]:
+        loader = ShardEngine(comm=comm, tail=tail).prepare(DataLoader(numbers(13), 2))
+        return [
+            (loader.valid_rows, [loader.real_rows(start, step + 1) for start in range(step + 1)])
+            for step, _ in enumerate(loader)
+        ]
+
+    by_rank = run_ranks(3, body)
+    handed = [
+        sum(seen[step][0] for seen in by_rank if step < len(seen))
+        for step in range(len(by_rank[0]))
+    ]
+    for seen in by_rank:
+        for step, (_, counted) in enumerate(seen):
+            assert counted == [sum(handed[start : step + 1]) for start in range(step + 1)]
 
 
 def test_clipping_unscales_first_and_waits_for_the_window() -> None:
