@@ -7,9 +7,11 @@ import os
 import warnings
 from collections import defaultdict
 from collections.abc import Callable
+from functools import cache
 from typing import Any, TypeVar
 
 import torch
+from lightning.fabric.utilities import registry
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities.warnings import PossibleUserWarning
@@ -23,6 +25,9 @@ T = TypeVar("T")
 
 # The server that ranks are forked from starts after all test files have been imported.
 launch.PRELOAD.append(__name__)
+
+# Each Trainer reads anew what installed packages bring for it: an eighth of a short run.
+registry.entry_points = cache(registry.entry_points)  # type: ignore[assignment]
 
 FOREIGN_WARNINGS = {
     # Lightning counts the cores of the machine, and advises more workers.
