@@ -882,7 +882,7 @@ def test_a_rank_that_leaves_a_pass_earlier_holds_up_nobody(leaver: int) -> None:
 def test_ranks_that_go_on_without_the_reader_are_told(options: dict[str, Any]) -> None:
     def leave(comm: LockstepComm) -> Any:
         loader = dispatched(DataLoader(numbers(24), 1), comm, **options)
-        steps = iter(loader)
+        steps: Any = iter(loader)
         seen = [next(steps).tolist() for _ in range(2)]
         comm.barrier()
         if comm.rank == 0:
