@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
-from shardplug import channel as channel_module
 from shardplug import outbox, shared_memory, wires
 from shardplug.channel import Channel, InterruptError, open_channel
 from shardplug.comm import Comm, SoloComm
