@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from shardplug.cli import main
-from shardplug.cli.findings import KINDS
+from shardplug.cli.kinds import KINDS
 
 LOADERS = "tests.unit.cli.loaders"
 
