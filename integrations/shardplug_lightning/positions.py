@@ -258,7 +258,7 @@ class TrainingBook:
         if place is None:
             return
         if trainer.num_training_batches == math.inf:
-            self._count_open_end(trainer, place)
+            self._fetch_anew(trainer, place)
         else:
             self._count(trainer, place, views)
         announce_epoch(trainer)
@@ -266,14 +266,13 @@ class TrainingBook:
             self._owed.settle(trainer)
             self._owed = None
 
-    def _count_open_end(self, trainer: Trainer, place: Place) -> None:
+    def _fetch_anew(self, trainer: Trainer, place: Place) -> None:
+        """Begin where the end of the epoch is not known, and batches may have been fetched."""
         if _fetches_by_itself(trainer.lightning_module):
             for view in self._all_views():
                 self._send(view, place)
         elif not self._was_sent:
             fetch_again(trainer)  # what was fetched before the checkpoint was read
-        if place.batches == 0 and place.epoch == trainer.current_epoch:
-            count_batches(trainer, 0)
 
     def _count(self, trainer: Trainer, place: Place, views: Sequence[LoaderView]) -> None:
         for view in views:

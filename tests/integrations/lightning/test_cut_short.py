@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import Checkpoint
 from torch.utils.data import DataLoader
@@ -79,6 +80,8 @@ def stop_and_go_on(
             model = train(comm, options, Stops(last), saves)
         model.trainer.save_checkpoint(after)
         for file in (ended, after):
+            saved = torch.load(file, weights_only=True)
+            assert saved["epoch"] == saved["shardplug"]["epoch"]
             gone_on = train(comm, options, checkpoint=file)
             assert gone_on.trainer.global_step == whole.trainer.global_step
             found.append((file.name, dict(gone_on.seen), gone_on.log_book))

@@ -13,6 +13,7 @@ from shardplug import Comm
 from shardplug_lightning import ShardStrategy
 from shardplug_lightning.endings import align
 from tests.integrations.lightning.ranks import make_trainer, run_ranks, values
+from tests.integrations.lightning.test_cut_short import place_of
 from tests.integrations.lightning.test_plateau import (
     BATCHES,
     Follows,
@@ -56,20 +57,27 @@ def ends_of(log: list[Any], after: list[Any]) -> list[Any]:
     return log[len(log) - len(after) :]
 
 
+def follows(log: list[Any], known: int, options: Options) -> list[Any]:
+    """Return what comes after so much of a log; from the start of a window that is open there."""
+    epoch, batch = divmod(sum(isinstance(entry[0], int) for entry in log[:known]), BATCHES)
+    is_open = batch % options.get("accumulate_grad_batches", 1)
+    return log[place_of(log, epoch * BATCHES + batch - is_open) if is_open else known :]
+
+
 def go_on_from_all(
-    folder: Path, first: Path, options: Options, whole: list[Any]
+    folder: Path, first: Path, options: Options, whole: list[Any], expected: list[Any] | None = None
 ) -> list[tuple[str, list[Any], list[Any]]]:
     """Go on from a checkpoint; then from all that are saved meanwhile."""
     folder.mkdir()
     saves = SaveEverywhere(folder)
     second = train(options, saves, checkpoint=first).log_book
-    found = [(f"{first.name}", ends_of(whole, second), second)]
+    found = [(first.name, ends_of(whole, second) if expected is None else expected, second)]
+    begun = len(whole) - len(second)
     for number, (hook, known) in enumerate(saves.saved):
         third = train(options, checkpoint=folder / f"{number}.ckpt").log_book
-        expected = second[known:]
-        if options.get("accumulate_grad_batches"):
-            expected = ends_of(whole, third)  # the window is made again
-        found.append((f"{first.name}, {number}: {hook}", expected, third))
+        found.append(
+            (f"{first.name}, {number}: {hook}", follows(whole, begun + known, options), third)
+        )
     return found
 
 
@@ -81,7 +89,8 @@ def save_twice(comm: Comm, folder: Path, options: Options) -> list[tuple[str, li
     found = []
     for number in sorted(firsts):
         first = folder / f"{number}.ckpt"
-        found += go_on_from_all(folder / f"after-{number}", first, options, whole)
+        expected = follows(whole, saves.saved[number][1], options)
+        found += go_on_from_all(folder / f"after-{number}", first, options, whole, expected)
     return found
 
 
@@ -108,6 +117,7 @@ def fail_and_save(comm: Comm, folder: Path, options: Options) -> list[tuple[str,
     found = []
     for hook, times in [
         ("on_before_optimizer_step", 2),
+        ("on_train_epoch_start", 1),
         ("on_train_batch_start", BATCHES),
         ("on_train_batch_start", BATCHES + 1),
         ("on_validation_batch_end", 1),
