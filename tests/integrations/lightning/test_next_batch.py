@@ -45,7 +45,7 @@ class Moves(Follows):
         super().__init__(schedule)
         self.movable = movable
 
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:  # type: ignore[override]
         return super().training_step(batch[0] if isinstance(batch, list) else batch, batch_idx)
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
