@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import threading
@@ -64,6 +65,8 @@ def no_thread_left() -> Iterator[None]:
         for thread in threading.enumerate()
         if thread not in before and thread.name not in THREADS_OF_LIBRARIES
     ]
+    if left:
+        gc.collect()  # what would end them may be part of a cycle
     for thread in left:
         thread.join(LEAVE_S)
     alive = [thread.name for thread in left if thread.is_alive()]

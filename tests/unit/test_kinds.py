@@ -97,9 +97,9 @@ TAKERS: list[tuple[Callable[..., Any], dict[str, tuple[str, list[Any]]]]] = [
         {
             "num_samples": NUMBER_OR_NONE,
             "batch_size": NUMBER,
-            "shard": ("a Shard", [0, None, (0, 2)]),
-            "split": ("a Split", ["slice", True, None]),
-            "tail": ("a Tail", ["drop", None]),
+            "shard": ("a shardplug.Shard", [0, None, (0, 2)]),
+            "split": ("a shardplug.Split", ["slice", True, None]),
+            "tail": ("a shardplug.Tail", ["drop", None]),
         },
     ),
     (ShardPlan(8, 2, Shard(0, 2)).seek, {"consumed": NUMBER}),

@@ -125,7 +125,8 @@ class ShardPlan:
         for field, kind in (("shard", Shard), ("split", Split), ("tail", Tail)):
             if not isinstance(getattr(self, field), kind):
                 raise PlanError(
-                    f"`{field}` must be a {kind.__name__}, got {getattr(self, field)!r:.80}."
+                    f"`{field}` must be a shardplug.{kind.__name__}, got "
+                    f"{getattr(self, field)!r:.80}."
                 )
 
     @property
