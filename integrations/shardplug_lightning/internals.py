@@ -243,8 +243,16 @@ def goes_back_to_validation(trainer: Trainer) -> bool:
     check = getattr(loop, "_should_check_val_fx", None)
     if check is None:
         raise _cannot_go_on("Trainer.fit_loop.epoch_loop._should_check_val_fx")
-    is_behind = loop.restarted_on_last or loop.val_loop.restarted_mid_evaluation
-    return bool(loop.restarting and is_behind and check(_fetcher(trainer)))
+    if not loop.restarting or not (
+        loop.restarted_on_last or loop.val_loop.restarted_mid_evaluation
+    ):
+        return False
+    # By then Lightning has forgotten the batch that had failed.
+    counted = loop.batch_progress.current
+    counted.ready, ready = counted.processed, counted.ready
+    is_due = bool(check(_fetcher(trainer)))
+    counted.ready = ready
+    return is_due
 
 
 def count_logged_steps(trainer: Trainer, by: int) -> None:

@@ -177,6 +177,13 @@ def test_nothing_is_validated_before_the_first_batch_of_a_window_that_is_made_ag
     assert after == whole[first:]
 
 
+def test_a_validation_that_failed_inside_a_window_is_logged_at_its_step(tmp_path: Path) -> None:
+    options = {"max_epochs": 1, "val_check_interval": 3, "accumulate_grad_batches": 2}
+    breaks = [("on_validation_start", 0)]
+    ((whole, after),) = run_ranks(1, fail_again, tmp_path, breaks, options)
+    assert after == whole[place_of(whole, 2) :]
+
+
 def test_what_had_failed_is_counted_once() -> None:
     progress = {"current": counts(3, 3, 3, 2), "total": counts(9, 9, 8, 7)}
     align(progress)
