@@ -8,6 +8,8 @@ engine with a handler there swallows the user's exception.
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol, final
 
 from ignite.engine import Engine, Events
@@ -99,7 +101,7 @@ class Attachment:
         self._stops = stops
         self._shards: ShardEngine | None = None
         self._common_steps: int | None = None  # of a pass, where ranks may differ
-        self._engine_state: Any = None
+        self._engine_state: Callable[[], Any] = _nothing  # weak: it knows this here, as its `shard`
         # Where the run could go on from: iterations, epochs, iterations of the epoch under way; and
         # the state of the loader there. That is made when it is asked for where it can be: the
         # loader then stands there, or has handed out one batch more, which is being worked at.
@@ -119,7 +121,9 @@ class Attachment:
         self._ticked_at = -1
         self._snapshot: tuple[tuple[int, int, int], dict[str, Any]] | None = None
         self._snapshot_events: list[Any] = []
-        self.take_snapshot: Handler = self._take_snapshot  # Ignite keeps but a weak reference
+        # Ignite keeps but a weak reference; a strong one to this here would be a cycle, which keeps
+        # the connections of an engine that is gone.
+        self.take_snapshot: Handler = _snapshot_of(weakref.ref(self))
 
     # -- attaching ---------------------------------------------------------------------------
 
@@ -196,7 +200,7 @@ class Attachment:
         Collective: every rank must call it.
         """
         state, saved = engine.state, None if self._is_eval else self._host.saved()
-        self._engine_state = state
+        self._engine_state = weakref.ref(state)
         self.has_begun = True
         self._arrange(engine)
         if self._stops is not None:
@@ -442,7 +446,7 @@ class Attachment:
             return self._position
         if self._is_eval or not self._is_working:
             return loader.state_dict()
-        if self._engine_state.batch is None:
+        if getattr(self._engine_state(), "batch", None) is None:
             return loader.state_dict()  # the next one has not come yet
         return loader.state_at(loader.step)
 
@@ -474,14 +478,30 @@ class Attachment:
             rank_states=taken,
         )
 
-    def _take_snapshot(self, engine: Engine, iter_counter: int = 0) -> None:  # Ignite's
+    def gather_own(self, engine: Engine) -> None:
         """Gather what every rank has of its own where the run stands.
 
         Collective: every rank must call it.
+
+        Args:
+            engine: The engine.
         """
         # Inside a window it would be of another place than the one that a run goes on from.
         if self._shards is not None and self._is_live:
             self._snapshot = self._counts, self._shards.gather_rank_states()
+
+
+def _nothing() -> None:
+    return None
+
+
+def _snapshot_of(attachment: weakref.ref[Attachment]) -> Handler:
+    def take_snapshot(engine: Engine, iter_counter: int = 0) -> None:  # Ignite's
+        taking = attachment()
+        if taking is not None:
+            taking.gather_own(engine)
+
+    return take_snapshot
 
 
 def _is_in_iteration(engine: Engine) -> bool:

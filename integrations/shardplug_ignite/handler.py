@@ -107,7 +107,9 @@ class ShardHandler:
             What only some are asked for is done at the end of the following iteration, or at once
             in the last one of an epoch; where ranks do not wait for each other in each iteration,
             as they do with DDP, at the end of the first that none has completed. It costs no
-            message until a rank is asked; see `shardplug.SyncPoint`.
+            message until a rank is asked, and needs connections to rank 0; see
+            `shardplug.SyncPoint`. Ask in an event handler or in the step, not from a signal handler
+            or another thread: between two events Ignite itself looks whether it is to stop.
             False: only if all ranks always ask for it together. Where ranks evaluate different
             numbers of batches, what is asked for in those that not all have is done at the end of
             the epoch.

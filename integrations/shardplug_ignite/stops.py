@@ -38,9 +38,10 @@ class Stops:
     def __init__(self, ranks: Comm) -> None:
         self._ranks = ranks
         self._sync: SyncPoint | None = None
-        self._held = 0  # what this rank was asked for in this iteration
+        self._asked = 0  # what this rank was asked for in this iteration
         self._overdue = 0  # in one before
-        self._due = 0  # what all are to do at the end of the next
+        self._common = 0  # what all are to do at the end of the next
+        self._count = 0  # iterations since ranks met; the engine's own count may go back
         self._began = 0
         self._last: int | None = None
 
@@ -70,7 +71,7 @@ class Stops:
             engine: The engine.
         """
         if engine.should_terminate or engine.should_terminate_single_epoch or _interrupts(engine):
-            self._held |= _flags_of(engine)
+            self._asked |= _flags_of(engine)
             _set(engine, 0)
 
     def end_iteration(self, engine: Engine) -> None:
@@ -81,17 +82,17 @@ class Stops:
         Args:
             engine: The engine.
         """
-        iteration = engine.state.iteration
-        left = None if self._last is None else self._last - (iteration - self._began)
+        done = engine.state.iteration - self._began
+        left = None if self._last is None else self._last - done
         if left == 0:
             self.agree(engine)
             return
         self.hold(engine)
         if left is not None and left < 0:
             return  # not all ranks have this one
-        flags, self._due = self._due, 0
+        flags, self._common = self._common, 0
         if not flags:
-            flags = self._meet_if_asked(iteration)
+            flags = self._meet_if_asked()
         if flags:
             _set(engine, flags)
 
@@ -104,36 +105,38 @@ class Stops:
             engine: The engine.
             iter_counter: Of no use; Ignite passes it where an epoch is left.
         """
-        own = _flags_of(engine) | self._held | self._overdue | self._due
+        own = _flags_of(engine) | self._asked | self._overdue | self._common
         self._forget()
-        flags = _any_of(self._meet(engine.state.iteration, own, 0))
+        flags = _any_of(self._meet(own, 0))
         if flags:
             _set(engine, flags)
 
-    def _meet_if_asked(self, iteration: int) -> int:
+    def _meet_if_asked(self) -> int:
         """Return what is to be done now, by all."""
         assert self._sync is not None  # a run has begun
-        asked = self._held | self._overdue
-        if not self._sync.reached(iteration, asks=bool(asked)):
-            self._held, self._overdue = 0, asked
+        self._count += 1
+        wishes = self._asked | self._overdue
+        if not self._sync.reached(self._count, asks=bool(wishes)):
+            self._asked, self._overdue = 0, wishes
             return 0
-        by_rank = self._meet(iteration, self._held, self._overdue)
+        by_rank = self._meet(self._asked, self._overdue)
         self._overdue = 0
         overdue = _any_of((flags,) for _, flags in by_rank)
         if overdue:
             return overdue  # what is asked for here comes next
-        flags, self._held = _any_of(by_rank), 0
-        if all(held for held, _ in by_rank):
+        flags, self._asked = _any_of(by_rank), 0
+        if all(asked for asked, _ in by_rank):
             return flags
-        self._due = flags
+        self._common = flags
         return 0
 
     def _forget(self) -> None:
-        self._held = self._overdue = self._due = 0
+        self._asked = self._overdue = self._common = 0
 
-    def _meet(self, iteration: int, held: int, overdue: int) -> Sequence[tuple[int, ...]]:
+    def _meet(self, asked: int, overdue: int) -> Sequence[tuple[int, ...]]:
         assert self._sync is not None  # a run has begun
-        return self._sync.meet(iteration, (held, overdue))
+        self._count = 0
+        return self._sync.meet(0, (asked, overdue))
 
 
 def _any_of(by_rank: Iterable[tuple[int, ...]]) -> int:

@@ -29,7 +29,7 @@ from shardplug.wires import connect_all, not_inherited, receive_exactly
 _HUB = 0
 _MESSAGE = struct.Struct("<Bqq")  # what, the number of the round, a step or a rank
 _ASK, _HOLD, _COMPLETED, _MEET, _ENDED = range(5)
-_NO_STEP = -(1 << 62)
+_STEPS = 1 << 62
 
 
 @final
@@ -43,10 +43,11 @@ class SyncPoint:
     Every rank calls `reached` at the end of each step. Where ranks wait for each other in each
     step, as with DDP, they meet after the step in which one asks or the next; where they do not,
     after the first step that none has completed when it asks. A rank that has ended is an error on
-    those that ask and those that are asked, not on others.
+    those that ask and those that are asked, not on others: end a loop with `meet`, so that none
+    leaves while another may ask.
 
-    It has connections of its own and a thread on each rank, which sleeps until one asks; it is
-    closed with the last reference to it.
+    It has connections of its own to rank 0, and a thread on each rank, which sleeps until one asks;
+    it is closed with the last reference to it.
 
     Collective: every rank must make one.
 
@@ -67,36 +68,37 @@ class SyncPoint:
         if comm.rank == _HUB:
             connection, connected[_HUB] = socket.socketpair()
             not_inherited(connection, connected[_HUB])
-            _start(_Hub(connected), "shardplug-sync-hub")
         else:
             connection = connected.pop(_HUB)
         self._comm = comm
         self._member = _Member(connection)
-        _start(self._member, "shardplug-sync")
         ends = [connection, *connected.values()]
         self._close = weakref.finalize(self, _close_all, ends, os.getpid())
+        _start(self._member, "shardplug-sync")
+        if connected:
+            _start(_Hub(connected), "shardplug-sync-hub")
 
     def reached(self, step: int, *, asks: bool = False) -> bool:
         """Tell whether this step is the one after which all ranks meet.
 
-        Every rank calls it at the end of each step, for the same steps. It waits for no other
-        rank's main thread, and does not talk to any while none asks.
+        Every rank calls it at the end of each step, for the same steps. While none asks it talks to
+        no other rank. When one does it waits for the answers of their threads, not for what they
+        are busy with.
 
         Args:
-            step: The step that was completed, larger than the one before.
-            asks: Whether this rank wants all to meet. To ask again is of no use and does no harm.
+            step: The step that was completed, larger than the one before, in [-2^62, 2^62).
+            asks: Whether this rank wants all to meet. Until they have, to ask again changes
+                nothing.
 
         Returns:
             True on all ranks after the same step; then everything begins anew.
 
         Raises:
-            PlanError: If the step is no integer, or not larger than the one before; if it was
-                closed.
+            PlanError: If the step is no integer, not larger than the one before, or out of range;
+                if it was closed, or made by the process that this one was forked from.
             CommError: If ranks are to meet and one has ended.
         """
-        if not self._close.alive:
-            raise PlanError("`reached` must be called before `close`, got a call after it.")
-        return self._member.reached(check_integer("step", step), asks=asks)
+        return self._member.reached(self._checked("reached", step), asks=asks)
 
     def meet(self, step: int, values: Sequence[int] = ()) -> list[tuple[int, ...]]:
         """Meet here in any case, and forget what was asked for.
@@ -111,18 +113,27 @@ class SyncPoint:
             The values of all ranks, by rank.
 
         Raises:
-            PlanError: If the step is no integer.
+            PlanError: If the step is no integer or out of range, or this was closed.
             CommError: As of the comm's ``all_gather_ints``.
         """
-        step, member = check_integer("step", step), self._member
-        by_rank = self._comm.all_gather_ints([member.round, *values])
-        # After a failure some may have met where others have not.
-        member.begin(max(number for number, *_ in by_rank) + 1, step)
+        step, member = self._checked("meet", step), self._member
+        with Postponed():  # a handler that raises would leave this rank in another round
+            by_rank = self._comm.all_gather_ints([member.round, *values])
+            # After a failure some may have met where others have not.
+            member.begin(max(number for number, *_ in by_rank) + 1, step)
         return [tuple(told) for _, *told in by_rank]
 
     def close(self) -> None:
         """End it on this rank; nothing if it has been closed."""
         self._close()
+
+    def _checked(self, method: str, step: int) -> int:
+        if not self._close.alive:
+            raise PlanError(f"`{method}` must be called before `close`, got a call after it.")
+        number: int = check_integer("step", step)
+        if not -_STEPS <= number < _STEPS:
+            raise PlanError(f"`step` must be in [-2^62, 2^62), got {number}.")
+        return number
 
 
 @final
@@ -133,7 +144,7 @@ class _Member:
         self.round = 0
         self._connection = connection
         self._changed = threading.Condition()
-        self._step = _NO_STEP  # the last that was completed
+        self._step = -_STEPS - 1  # the last that was completed
         self._held = -1  # the last round in which somebody asked
         self._meeting = (-1, 0)  # the last round in which that is settled, and the step
         self._ended: int | None = None  # a rank
@@ -163,13 +174,20 @@ class _Member:
                     receive_exactly(self._connection, memoryview(message))
                     self._hear(*_MESSAGE.unpack(message))
             except OSError:
+                return
+            finally:  # whatever it was: nobody is to wait for what does not come
                 self._hear(_ENDED, 0, _HUB)
 
     def _settle(self, step: int) -> bool:
         """Wait until the step to meet after is known; tell whether it is this one."""
+        if self._connection.fileno() < 0 and self._ended is None:
+            raise PlanError(
+                "`reached` must be called in the process that made the SyncPoint, got a child "
+                "that was forked. Ask in the rank itself."
+            )
         with self._changed:
             if self._held < self.round:
-                self._say(_ASK, 0)
+                self._say(_ASK, self.round, 0)
             while self._meeting[0] != self.round:
                 if self._ended is not None:
                     raise CommError(
@@ -184,25 +202,25 @@ class _Member:
             return True
 
     def _begin(self, number: int, step: int) -> None:
-        self.round, self._step = number, step
         if self._held == number:  # others were here sooner, and one of them asks
-            self._say(_COMPLETED, step)
+            self._say(_COMPLETED, number, step)
+        self.round, self._step = number, step
 
     def _hear(self, what: int, number: int, value: int) -> None:
         with self._changed:
             if what == _HOLD:
                 self._held = number
                 if number == self.round:
-                    self._say(_COMPLETED, self._step)
+                    self._say(_COMPLETED, number, self._step)
             elif what == _MEET:
                 self._meeting = number, value
             elif self._ended is None:
                 self._ended = value
             self._changed.notify_all()
 
-    def _say(self, what: int, value: int) -> None:
+    def _say(self, what: int, number: int, value: int) -> None:
         try:
-            self._connection.sendall(_MESSAGE.pack(what, self.round, value))
+            self._connection.sendall(_MESSAGE.pack(what, number, value))
         except OSError:
             return  # the thread that hears notes the end
 
@@ -224,9 +242,13 @@ class _Hub:
     def run(self) -> None:
         """Serve until all connections have ended."""
         with self._selector:
-            while self._connected:
-                for key, _ in self._selector.select():
-                    self._read(key.data)
+            try:
+                while self._connected:
+                    for key, _ in self._selector.select():
+                        self._read(key.data)
+            finally:  # whatever it was: nobody is to wait for what does not come
+                for connection in self._connected.values():
+                    connection.close()
 
     def _read(self, rank: int) -> None:
         unread = self._unread[rank]

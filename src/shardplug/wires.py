@@ -156,6 +156,7 @@ class Listener:
                 _tune(connection)
             self.connected[rank] = connection, listening is self._local
             connection.sendall(_WELCOME)
+            connection.settimeout(None)
         except (OSError, CommError):
             connection.close()  # a stranger; a rank learns it by the end of its connection
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardplug import Comm, CommError, SyncPoint
+from shardplug import Comm, CommError, PlanError, SyncPoint
 from tests.launch import RankError, run_processes
 
 SOON_S = 10.0
@@ -66,8 +66,8 @@ def _lose_a_worker(comm: Comm) -> bool:
     sync = SyncPoint(comm)
     say = sync._member._say
 
-    def interrupted(what: int, value: int) -> None:
-        say(what, value)
+    def interrupted(what: int, number: int, value: int) -> None:
+        say(what, number, value)
         signal.raise_signal(signal.SIGCHLD)
 
     if comm.rank == 1:
@@ -81,3 +81,24 @@ def _lose_a_worker(comm: Comm) -> bool:
 
 def test_a_signal_that_raises_comes_after_ranks_have_met() -> None:
     assert run_processes(2, _lose_a_worker) == [True, True]
+
+
+def _ask_in_a_child(comm: Comm) -> int:
+    sync = SyncPoint(comm)
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            sync.reached(1, asks=True)
+        except PlanError as error:
+            status = 0 if "process that made the SyncPoint" in str(error) else 2
+        finally:
+            os._exit(status)
+    _, status = os.waitpid(child, 0)
+    comm.barrier()
+    assert sync.reached(1, asks=True)  # of no consequence here
+    return status
+
+
+def test_a_child_that_was_forked_is_told_that_it_cannot_ask() -> None:
+    assert run_processes(2, _ask_in_a_child) == [0, 0]

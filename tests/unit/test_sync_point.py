@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Sequence
 from contextlib import closing
 from itertools import count
@@ -12,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardplug import Comm, CommError, PlanError, SoloComm, SyncPoint
+from shardplug.sync_point import _Hub
 from shardplug.testing import LockstepComm, run_ranks
 
 LAST = 12
@@ -194,12 +196,60 @@ def test_a_step_is_a_number() -> None:
         SyncPoint(SoloComm()).reached("one")  # type: ignore[arg-type]
 
 
-def test_it_is_of_no_use_once_it_is_closed() -> None:
+@pytest.mark.parametrize("step", [2**62, -(2**62) - 1, 2**70, -(2**63) - 1])
+def test_a_step_must_fit_into_a_message(step: int) -> None:
+    sync = SyncPoint(SoloComm())
+    for call in (sync.reached, sync.meet):
+        with pytest.raises(PlanError, match=rf"`step` must be in \[-2\^62, 2\^62\), got {step}\."):
+            call(step)
+    assert sync.reached(-(2**62), asks=True)
+    assert sync.reached(2**62 - 1, asks=True)
+
+
+@pytest.mark.parametrize("method", ["reached", "meet"])
+def test_it_is_of_no_use_once_it_is_closed(method: str) -> None:
     sync = SyncPoint(SoloComm())
     sync.close()
     sync.close()
-    with pytest.raises(PlanError, match="`reached` must be called before `close`, got a call afte"):
-        sync.reached(1)
+    with pytest.raises(PlanError, match=f"`{method}` must be called before `close`, got a call af"):
+        getattr(sync, method)(1)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_an_error_of_its_threads_leaves_none_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError
+
+    with closing(SyncPoint(SoloComm())) as sync:
+        monkeypatch.setattr(_Hub, "_take", fail)
+        with pytest.raises(CommError, match="rank 0 has ended"):
+            sync.reached(1, asks=True)
+
+
+def test_a_handler_that_raises_where_all_meet_parts_no_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As that of a worker which has died does; the rank may catch it and go on."""
+
+    def handler(number: int, frame: object) -> None:
+        raise RuntimeError("a worker died")
+
+    sync = SyncPoint(SoloComm())
+    before = signal.signal(signal.SIGCHLD, handler)
+    gather = SoloComm.all_gather_ints
+
+    def interrupted(comm: SoloComm, values: Sequence[int]) -> list[tuple[int, ...]]:
+        signal.raise_signal(signal.SIGCHLD)
+        return gather(comm, values)
+
+    monkeypatch.setattr(SoloComm, "all_gather_ints", interrupted)
+    try:
+        with pytest.raises(RuntimeError, match="a worker died"):
+            sync.meet(7)
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+    assert sync._member.round == 1
+    assert sync.reached(8, asks=True)
 
 
 @pytest.mark.parametrize("ended", range(3))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from threading import Event
 from typing import Any
@@ -246,6 +248,46 @@ def test_nothing_is_told_until_a_rank_asks() -> None:
 
     for calls in run_ranks(WORLD_SIZE, rank):
         assert calls == calls[:1] * 4
+
+
+@pytest.mark.parametrize("asks", [0, 1])
+def test_a_count_that_goes_back_is_of_no_consequence(asks: int) -> None:
+    """The engine's own is not what ranks count by."""
+
+    def rank(comm: Comm) -> list[int]:
+        found: list[int] = []
+
+        def step(engine: Engine, _: object) -> None:
+            comm.barrier()
+            found.append(engine.state.iteration)
+            if len(found) == 3:
+                engine.state.iteration = 1
+            if len(found) == 5 and comm.rank == asks:
+                engine.terminate()
+
+        engine = Engine(step)
+        ShardHandler(comm=comm).attach(engine)
+        engine.run(DataLoader(Ids(40)), max_epochs=1)
+        return found
+
+    assert run_ranks(2, rank) == [[1, 2, 3, 2, 3, 4]] * 2
+
+
+def test_an_evaluator_that_is_gone_keeps_no_connection() -> None:
+    def rank(comm: Comm) -> list[bool]:
+        evaluator = Engine(lambda *_: None)
+        handler = ShardHandler(mode="eval", comm=comm)
+        handler.attach(evaluator)
+        evaluator.run(loader())
+        known = weakref.ref(handler._attachments[evaluator])
+        del evaluator, handler
+        return [known() is None]
+
+    gc.disable()
+    try:
+        assert run_ranks(WORLD_SIZE, rank) == [[True]] * WORLD_SIZE
+    finally:
+        gc.enable()
 
 
 # Evaluations in which ranks take different numbers of steps: 3, 3 and 2, of one row each.
