@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Collection, Sequence
 from typing import Any, final
 
-from shardplug.comm import Comm, agree
+from shardplug.comm import Comm
 from shardplug.errors import CommError
 from shardplug.inbox import Inbox
 from shardplug.messages import InterruptError as InterruptError  # part of what is offered here
@@ -172,7 +172,7 @@ def open_channel(
     Raises:
         CommError: If an argument is wrong, or a rank cannot reach the reader.
     """
-    agree(comm, lambda: _check(comm, reader, hosts))
+    _check(comm, reader, hosts)
     connected = connect_all(comm, reader, hosts=hosts, addresses=addresses)
     if comm.world_size == 1:
         return Channel(comm.rank, reader, None)

@@ -311,6 +311,8 @@ def start_process_group(*, timeout_s: float | None = None) -> bool:
             device_id=device if has_nccl else None,
             **timeout,
         )
+        # A rank that has come through may end at once, while others still connect to it.
+        TorchComm().barrier()
     except (RuntimeError, ValueError) as error:
         raise CommError(
             f"The process group of {os.environ['WORLD_SIZE']} ranks did not start on rank "

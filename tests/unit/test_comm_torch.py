@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+from unittest.mock import Mock, call
 
 import pytest
 import torch
@@ -120,6 +121,7 @@ def test_with_cuda_the_group_has_nccl_beside_gloo(
     started: list[object] = []
     current: list[torch.device] = []
     at_exit: list[object] = []
+    everybody = Mock()
 
     def start(backend: str, *, store: dist.PrefixStore, **options: object) -> None:
         store.set("key", "value")
@@ -132,9 +134,12 @@ def test_with_cuda_the_group_has_nccl_beside_gloo(
     monkeypatch.setattr(dist, "init_process_group", start)
     monkeypatch.setattr(dist, "is_nccl_available", lambda: has_nccl)
     monkeypatch.setattr(torch.cuda, "set_device", current.append)
+    monkeypatch.setattr(comm_torch, "TorchComm", Mock(return_value=everybody))
     monkeypatch.setattr(atexit, "register", at_exit.append)
     assert comm_torch.start_process_group() is True
     assert started == [(backend, {"rank": 1, "world_size": 4, "device_id": device})]
+    # A rank that left before the others had connected to it would be an error on them.
+    assert everybody.mock_calls == [call.barrier()]
     # Apart from what an earlier start of the ranks has left in the store.
     assert store.check(["shardplug/2/4/key"])
     assert current == [torch.device("cuda", 1)]
