@@ -31,7 +31,7 @@ from shardplug_ignite import ShardHandler
 
 LIMIT = 1.05
 ALONE_STEPS, ALONE_TURNS = 100, 60
-RANK_STEPS, RANK_TURNS = 100, 15
+RANK_STEPS, RANK_TURNS = 100, 25
 
 MILLISECONDS = "DDP on 2 ranks, a step of some milliseconds"
 NOTHING = "DDP on 2 ranks, a step of next to nothing"
