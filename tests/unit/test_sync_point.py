@@ -134,6 +134,7 @@ def test_nothing_is_sent_until_a_rank_asks() -> None:
         assert len(comm.calls) == calls
         comm.barrier()
         heard = sync._member._held
+        comm.barrier()
         sync.reached(6, asks=True)
         assert sync._member._held == 0
         return heard
@@ -254,7 +255,7 @@ def test_a_handler_that_raises_where_all_meet_parts_no_ranks(
 
 @pytest.mark.parametrize("ended", range(3))
 def test_a_rank_that_has_ended_is_named_where_ranks_are_to_meet(ended: int) -> None:
-    both_know = Barrier(2)
+    both = Barrier(2)
 
     def rank(comm: Comm) -> str:
         sync = SyncPoint(comm)
@@ -264,6 +265,7 @@ def test_a_rank_that_has_ended_is_named_where_ranks_are_to_meet(ended: int) -> N
         if comm.rank == ended:
             return ""
         assert not sync.reached(1)  # nobody asks
+        both.wait()
         asks = comm.rank == (ended + 1) % 3
         if ended == 0 and not asks:
             return ""  # nobody is left who could ask it
@@ -271,7 +273,7 @@ def test_a_rank_that_has_ended_is_named_where_ranks_are_to_meet(ended: int) -> N
             with pytest.raises(CommError) as raised:
                 next(step for step in count(2) if sync.reached(step, asks=asks and step == 5))
             if ended != 0:
-                both_know.wait()
+                both.wait()  # until both know
         return str(raised.value)
 
     told_by_rank = [told for told in run_ranks(3, rank) if told]
